@@ -1,0 +1,110 @@
+"""The operations that a decoder needs, as one interface. kernels.backend chooses who implements it, once, at start.
+
+kernels.reference is the oracle: plain torch, float32 accumulation, no cleverness. Every other implementation is tested
+against it. Shapes: T tokens of this step, B requests, H query heads, KVH key/value heads, D head dim, C hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.layout import KVCache, KVCacheSpec, LayerKV
+from kernels.metadata import AttentionMetadata
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""[T, in_features] -> [T, out_features], activations' dtype in and out."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A GGUF-quantised matrix as it lies in the file. A backend may keep it so or dequantise it.
+
+    blocks: uint8[out_features, bytes_per_row], the file's own block encoding. kind: "Q4_0", "Q4_1", "Q8_0", ...
+    """
+
+    blocks: torch.Tensor
+    kind: str
+    out_features: int
+    in_features: int
+    dequantize: Callable[[], torch.Tensor]
+    """-> float32[out_features, in_features]."""
+
+
+Weight = torch.Tensor | QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class QkvLayout:
+    """How a merged projection's output splits, and what happens to q and k before they are used.
+
+    q_norm, k_norm: [D] weights of a per-head RMSNorm before RoPE (Qwen3), or None.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+
+
+class Ops(Protocol):
+    """Implementations are stateless; weights that they repacked live in what pack_* returned."""
+
+    name: str
+
+    def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
+        """Zero-filled cache of num_blocks blocks, the null block included."""
+
+    def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
+        """One linear layer whose output rows are the given matrices' stacked (merged QKV, merged gate/up).
+
+        weights: each [out_i, in]. bias: [sum of out_i] or None. dtype: of the activations. The arguments may be freed
+        afterwards.
+        """
+
+    def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
+        """Returns ids i64[T] -> [T, C] in dtype."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [T, C] -> [T, C]. Statistics in float32."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual += x; returns (rms_norm(residual), residual). May write residual in place."""
+
+    def rope_and_write_kv(
+        self,
+        qkv: torch.Tensor,
+        layout: QkvLayout,
+        cos_sin: torch.Tensor,
+        layer: LayerKV,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Splits qkv [T, (H + 2*KVH) * D], norms and rotates q and k, writes k and v to their slots; returns q [T, H, D].
+
+        cos_sin: float32[max_position, rotary_dim]: cos in the first half of the last axis, sin in the second, each
+        rotary_dim // 2 wide. Rotation is "rotate half" (the NeoX/Hugging Face form) over the first rotary_dim dims.
+        """
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        layer: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        num_kv_heads: int,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> torch.Tensor:
+        """Causal attention of this step's queries over the paged keys and values; q [T, H, D] -> [T, H * D].
+
+        window: 0 is full; w > 0 sees keys p - w + 1 .. p. soft_cap: 0 is off; c > 0 applies c * tanh(score / c).
+        """
+
+    def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+        """[T, 2*I] -> [T, I]: act(gate) * up. kind: "silu" or "gelu_tanh"."""
