@@ -1,107 +1,333 @@
 """Every setting, in one place: frozen, validated, and the only reader of the environment.
 
-Precedence: command line > PAGETURNER_* environment > YAML file > default. Unknown keys are errors.
+A setting is a field of a dataclass below. Its flag, its YAML key and its PAGETURNER_* variable are made from the
+field's name, so that adding a field is all it takes to add a setting. Precedence: command line > environment > YAML >
+default. Unknown keys are errors.
 """
 
+import argparse
+import dataclasses
+import difflib
+import os
+import re
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+
+from server.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "PAGETURNER_"
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_number(text: str) -> int:
+    """Reads 4096, 4k (4,000), 4K (4,096), 2GiB, 2GB (decimal) or 1.5GiB. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGT]?)(iB|B|)\s*", text)
+    if not match:
+        raise ValueError(f"{text!r} is not a number; write it like 4096, 4k, 4K, 512MiB or 2GiB")
+    number, unit, suffix = match.groups()
+    scale = _UNITS[unit.upper()] if suffix == "iB" else _UNITS[unit.lower()] if suffix == "B" else _UNITS[unit]
+    return int(float(number) * scale)
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    flag: str | None = None,
+    internal: bool = False,
+) -> Any:
+    """A dataclass field with its range, its help text and, where the name alone doesn't say it, its flag."""
+    metadata = {"help": help, "low": low, "high": high, "choices": choices, "flag": flag, "internal": internal}
+    return field(default=default, metadata=metadata)
+
+
+class _Validated:
+    """Checks every field against the range in its metadata, so that a config that exists is a config that works."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, meta = getattr(self, f.name), f.metadata
+            if value is None or not meta:
+                continue
+            if meta["choices"] and value not in meta["choices"]:
+                raise ConfigError(f"{flag_of(f)} {value!r}: choose one of {', '.join(meta['choices'])}")
+            if meta["low"] is not None and value < meta["low"]:
+                raise ConfigError(f"{flag_of(f)} {value}: must be at least {meta['low']}")
+            if meta["high"] is not None and value > meta["high"]:
+                raise ConfigError(f"{flag_of(f)} {value}: must be at most {meta['high']}")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(_Validated):
     """Which weights, and how they are held."""
 
-    model: str = ""
-    """A folder, a .gguf file or a hub id; empty: the embedded default model."""
-    served_model_name: str = ""
-    """Empty: derived from the model."""
-    max_model_len: int | None = None
-    """None: what the checkpoint allows, shrunk to what the KV cache holds."""
-    dtype: str = "auto"
-    """"auto", "float32", "bfloat16", "float16"."""
-    quantization: str = "auto"
-    """"auto": keep quantised weights where the backend is faster so. "none": dequantise. "int8": quantise on load."""
-    chat_template: str | None = None
+    model: str = setting("", "a folder, a .gguf file or a hub id; default: the embedded SmolLM2-135M-Instruct")
+    served_model_name: str = setting("", "the name that clients use; default: derived from the model")
+    max_model_len: int | None = setting(
+        None, "longest prompt + answer, tokens; default: the checkpoint's, shrunk to what the KV cache holds", low=8
+    )
+    dtype: str = setting("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str = setting(
+        "auto",
+        "auto: keep quantised weights where that is faster; none: dequantise",
+        choices=("auto", "none"),
+    )
+    chat_template: str | None = setting(None, "a Jinja file to use instead of the model's own chat template")
 
 
 @dataclass(frozen=True, slots=True)
-class CacheConfig:
-    block_size: int = 16
-    kv_cache_memory: int | None = None
-    """Bytes; None: derived from free memory."""
-    num_blocks: int | None = None
-    """Overrides the bytes: exactly so many usable blocks."""
-    gpu_memory_utilization: float = 0.9
-    prefix_cache: bool = True
-    kv_cache_dtype: str = "auto"
+class CacheConfig(_Validated):
+    """The paged KV cache."""
+
+    block_size: int = setting(16, "tokens a block", low=1, high=256)
+    kv_cache_memory: int | None = setting(None, "absolute size, e.g. 2GiB; default: from free memory", low=1)
+    num_blocks: int | None = setting(None, "exactly so many blocks, instead of a size", low=1)
+    gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory to use", low=0.05, high=1.0)
+    prefix_cache: bool = setting(True, "share equal prefixes between requests")
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    max_num_seqs: int = 64
-    """Most requests in one step: the rows of the page table."""
-    max_num_batched_tokens: int = 2048
-    """Most new tokens in one step."""
-    policy: str = "fcfs"
-    """"fcfs" or "priority"."""
-    watermark: float = 0.01
-    """Share of the blocks that admission leaves free, so that running requests can grow."""
+class SchedulerConfig(_Validated):
+    """How a step is filled."""
+
+    max_num_seqs: int = setting(64, "most requests in one step", low=1, high=4096)
+    max_num_batched_tokens: int = setting(2048, "most new tokens in one step", low=16)
+    policy: str = setting("fcfs", "who is admitted next", choices=("fcfs", "priority"), flag="scheduling-policy")
+    watermark: float = setting(0.01, "share of the blocks that admission leaves for running requests", low=0, high=0.5)
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceConfig:
-    device: str = "auto"
-    """"auto", "cpu", "cuda"."""
-    backend: str = "auto"
-    """"auto", "cpu", "triton", "reference"."""
-    enforce_eager: bool = False
-    deterministic: bool = False
-    num_threads: int | None = None
+class DeviceConfig(_Validated):
+    """What computes."""
+
+    device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda"))
+    backend: str = setting("auto", "which kernels", choices=("auto", "cpu", "triton", "reference"))
+    num_threads: int | None = setting(None, "CPU threads of the engine; default: every core", low=1, high=1024)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineConfig(_Validated):
     """All that the engine process gets to know. Crosses the process border as JSON."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    faults: str = setting("", "fault injection for tests, see server/engine/faults.py", internal=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(_Validated):
     """What one request may ask for. Bounded by default; each can be raised."""
 
-    max_body_bytes: int = 16 << 20
-    max_n: int = 128
-    max_logprobs: int = 20
-    max_stop_strings: int = 64
-    max_stop_bytes: int = 4096
-    max_batch_prompts: int = 256
-    max_grammar_bytes: int = 256 << 10
-    max_logit_bias: int = 1024
-    max_queue: int = 1024
-    """Requests that are open but not running; beyond it: 429."""
+    max_body_bytes: int = setting(16 << 20, "longest request body", low=1024)
+    max_n: int = setting(128, "largest n", low=1)
+    max_logprobs: int = setting(20, "most top log-probabilities a token", low=0)
+    max_stop_strings: int = setting(64, "most stop strings", low=0)
+    max_stop_bytes: int = setting(4096, "all stop strings together, bytes", low=0)
+    max_batch_prompts: int = setting(256, "most prompts in one completion request", low=1)
+    max_grammar_bytes: int = setting(256 << 10, "longest schema, pattern or grammar", low=0)
+    max_logit_bias: int = setting(1024, "most entries of logit_bias", low=0)
+    max_queue: int = setting(1024, "most requests that wait; beyond it: 429", low=1)
 
 
 @dataclass(frozen=True, slots=True)
-class ApiConfig:
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    metrics_namespace: str = "pageturner"
-    metrics_need_key: bool = False
-    cors_origins: tuple[str, ...] = ()
+class ApiConfig(_Validated):
+    """The HTTP side."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    api_keys: tuple[str, ...] = setting((), "a key that clients must send; repeatable", flag="api-key")
+    api_key_file: str | None = setting(None, "a file with one key a line")
+    metrics_namespace: str = setting("pageturner", "prefix of the metrics; vllm gives the names that dashboards know")
+    metrics_need_key: bool = setting(False, "guard /metrics with the API key, too")
+    cors_origins: tuple[str, ...] = setting((), "an origin that browsers may call from; repeatable", flag="cors-origin")
     limits: Limits = field(default_factory=Limits)
-    drain_timeout_s: float = 30.0
-    step_timeout_s: float = 120.0
-    """A step that takes longer counts as a hang: the engine is replaced."""
-    log_format: str = "text"
-    log_level: str = "info"
-    log_requests: bool = False
+    drain_timeout_s: float = setting(30.0, "seconds that SIGTERM gives open requests", low=0)
+    step_timeout_s: float = setting(120.0, "a step that takes longer counts as a hang: the engine is replaced", low=1)
+    log_format: str = setting("text", "of the log lines", choices=("text", "json"))
+    log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
+    log_requests: bool = setting(True, "one log line a request, without its content")
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
+class ServerConfig(_Validated):
     engine: EngineConfig = field(default_factory=EngineConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
+
+
+# ------------------------------------------------------------------------------------------------------ names of fields
+
+
+def flag_of(f: dataclasses.Field[Any]) -> str:
+    """The field's command-line flag."""
+    return "--" + _key_of(f)
+
+
+def _key_of(f: dataclasses.Field[Any]) -> str:
+    name: str = f.metadata.get("flag") or f.name.removesuffix("_s").replace("_", "-")
+    return name
+
+
+def _leaves(config_class: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dataclasses.Field[Any]]]:
+    """(path, field) of every setting below a config class, nested ones included."""
+    for f in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(f.type):
+            yield from _leaves(f.type, (*path, f.name))  # type: ignore[arg-type]
+        elif not f.metadata["internal"]:
+            yield (*path, f.name), f
+
+
+def _plain_type(f: dataclasses.Field[Any]) -> type:
+    """int, float, str, bool or tuple: the field's type without its None."""
+    kinds = get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
+    kind: type = next(k for k in kinds if k is not type(None))
+    return tuple if get_origin(kind) is tuple else kind
+
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _convert(f: dataclasses.Field[Any], value: Any, source: str) -> Any:
+    """A raw value (text, or what YAML read) as the field's type. Raises ConfigError that names the source."""
+    kind = _plain_type(f)
+    try:
+        if value is None:
+            return None
+        if kind is tuple:
+            return tuple(str(v) for v in value) if isinstance(value, list | tuple) else tuple(str(value).split(","))
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            if str(value).lower() in _TRUE + _FALSE:
+                return str(value).lower() in _TRUE
+            raise ValueError(f"{value!r} is neither true nor false")
+        if kind is int:
+            return parse_number(str(value))
+        if kind is float:
+            return float(value)
+        return str(value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds every setting as a flag, grouped by config class. Flags that are not given are absent from the namespace."""
+    groups: dict[tuple[str, ...], Any] = {}
+    for path, f in _leaves(ServerConfig):
+        if f.name == "model":
+            continue
+        group = groups.setdefault(path[:-1], parser.add_argument_group(" ".join(path[:-1])))
+        default = f"{f.default}" if f.default not in (None, (), "") else ""
+        options: dict[str, Any] = {
+            "dest": ".".join(path),
+            "default": argparse.SUPPRESS,
+            "help": f.metadata["help"].replace("%", "%%") + (f" [{default}]" if default else ""),
+        }
+        if _plain_type(f) is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif _plain_type(f) is tuple:
+            options |= {"action": "append", "metavar": "VALUE"}
+        else:
+            options["metavar"] = "|".join(f.metadata["choices"]) if f.metadata["choices"] else f.name.upper()
+        group.add_argument(flag_of(f), **options)
+
+
+def _from_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path}: want lines like `max-num-seqs: 64`, found a {type(loaded).__name__}")
+    return {str(key).replace("_", "-"): value for key, value in loaded.items()}
+
+
+def _merge_named(values: dict[str, Any], named: Mapping[str, Any], where: str) -> None:
+    """Writes {key: raw value} into {path: value}; an unknown key is an error with a suggestion."""
+    known = {_key_of(f): (".".join(path), f) for path, f in _leaves(ServerConfig)}
+    for key, raw in named.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{where}: unknown setting {key!r}{hint}")
+        dest, f = known[key]
+        values[dest] = _convert(f, raw, f"{where}: {key}")
+
+
+def _build(config_class: type, values: Mapping[str, Any], path: str = "") -> Any:
+    arguments = {}
+    for f in dataclasses.fields(config_class):
+        name = f"{path}{f.name}"
+        if dataclasses.is_dataclass(f.type):
+            arguments[f.name] = _build(f.type, values, f"{name}.")  # type: ignore[arg-type]
+        elif name in values:
+            arguments[f.name] = values[name]
+    return config_class(**arguments)
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    config_file: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ServerConfig:
+    """Merges the sources into one validated config.
+
+    flags: {"engine.model.model": raw value, ...}, as add_flags makes them. environment: defaults to the process's own. Raises ConfigError, with the source and the key in its message.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    if config_file:
+        _merge_named(values, _from_yaml(Path(config_file)), f"--config {config_file}")
+    prefixed = {k: v for k, v in environment.items() if k.startswith(ENVIRONMENT_PREFIX) and v != ""}
+    for name, raw in prefixed.items():
+        key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
+        _merge_named(values, {key: raw}, name)
+    by_dest = {".".join(path): f for path, f in _leaves(ServerConfig)}
+    for dest, raw in (flags or {}).items():
+        values[dest] = _convert(by_dest[dest], raw, flag_of(by_dest[dest]))
+    config: ServerConfig = _build(ServerConfig, values)
+    if config.api.api_key_file:
+        config = _with_keys_of_file(config, Path(config.api.api_key_file))
+    return config
+
+
+def _with_keys_of_file(config: ServerConfig, path: Path) -> ServerConfig:
+    try:
+        keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path}: {error}") from None
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} holds no key")
+    return dataclasses.replace(config, api=dataclasses.replace(config.api, api_keys=config.api.api_keys + keys))
+
+
+def engine_environment(num_threads: int | None) -> dict[str, str]:
+    """The engine process's environment: ours, less the server's secrets, with one idle-friendly OpenMP pool."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
+    threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | kept | threads
+
+
+def hub_is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids downloads."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE

@@ -1,0 +1,56 @@
+"""The engine without its surroundings: no sockets, no clock of its own, no torch. One step is two calls."""
+
+import time
+from typing import Any
+
+from server.protocol import GenerateRequest, StepOutput
+from server.runner.interface import Runner
+from server.scheduler.batch import ScheduledBatch
+from server.scheduler.scheduler import Scheduler
+
+
+class EngineCore:
+    """Wires the scheduler to the runner.
+
+    An exception in execute() leaves the runner's rows and the scheduler's books in doubt, so it is not handled here: the
+    process ends with it, and the API process resumes every request on a fresh engine (docs/architecture.md, "A dead
+    engine").
+    """
+
+    def __init__(self, *, scheduler: Scheduler, runner: Runner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+
+    def add(self, request: GenerateRequest) -> None:
+        self._scheduler.add(request, time.monotonic())
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._scheduler.abort(request_ids)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def schedule(self) -> ScheduledBatch:
+        """Decides the next step. An empty batch means that nothing can run; ends of requests may have come up."""
+        return self._scheduler.schedule(time.monotonic())
+
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        """Runs the step and books its results."""
+        handle = self._runner.launch(batch)
+        sampled = self._runner.collect(handle)
+        return self._scheduler.update(batch, sampled, time.monotonic())
+
+    def take_finished(self) -> StepOutput | None:
+        """Requests that ended outside a step (aborted, timed out, refused), if there are any."""
+        return self._scheduler.take_finished(time.monotonic())
+
+    def reset_prefix_cache(self) -> None:
+        self._scheduler.reset_prefix_cache()
+
+    def inspect(self) -> dict[str, Any]:
+        return self._scheduler.inspect()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the books don't balance. Cheap enough for each time the engine falls idle."""
+        self._scheduler.check_invariants()

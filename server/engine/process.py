@@ -1,0 +1,69 @@
+"""The engine process: `python -m server.engine.process FD`, where FD is the inherited end of a socketpair.
+
+The first frame on it is the EngineConfig as JSON. The process lives as long as the stream: when the API process dies,
+however it dies, the engine sees the end of file, and on Linux the kernel kills it besides, so that not even a stopped or
+hung engine is left behind.
+"""
+
+import ctypes
+import logging
+import signal
+import socket
+import sys
+
+import msgspec
+
+from server.config import EngineConfig
+from server.engine.channel import ChannelClosed, EngineChannel
+from server.engine.loop import EngineLoop
+from server.errors import StartupError
+from server.protocol import Loading, StartupFailed
+
+_PR_SET_PDEATHSIG = 1
+_CONFIG_TIMEOUT_S = 30.0
+
+logger = logging.getLogger("pageturner.engine")
+
+
+def serve(channel: EngineChannel, config: EngineConfig) -> None:
+    """Loads the model, says Ready and runs the loop until the API process ends it. Raises whatever a step raises."""
+    channel.send(Loading("importing", 0.0))
+    from server.engine.assemble import assemble  # noqa: PLC0415 - torch takes a second to import; say so first
+
+    def report(phase: str, fraction: float) -> None:
+        channel.send(Loading(phase, fraction))
+
+    try:
+        core, ready = assemble(config, report)
+    except StartupError as error:
+        channel.send(StartupFailed(str(error), type(error).__name__))
+        return
+    channel.send(ready)
+    EngineLoop(core, channel).run()
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> int:
+    _die_with_parent()
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the API process gets them too, drains, and sends Shutdown
+        signal.signal(ignored, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    channel = EngineChannel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        config = msgspec.json.decode(channel.receive_first(_CONFIG_TIMEOUT_S), type=EngineConfig)
+        serve(channel, config)
+    except ChannelClosed:
+        return 0
+    except Exception:
+        logger.exception("the engine failed; the server starts a new one and resumes its requests")
+        return 1
+    channel.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
