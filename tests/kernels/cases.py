@@ -23,7 +23,7 @@ TOLERANCE: dict[torch.dtype, dict[str, float]] = {
     torch.float16: {"atol": 2e-3, "rtol": 2e-3},
     torch.bfloat16: {"atol": 1.6e-2, "rtol": 1.6e-2},
 }
-"""Per dtype of the activations, for unit-variance inputs: `torch.testing.assert_close(out, want, **TOLERANCE[dtype])`."""
+"""By dtype of the activations, for unit-variance inputs: `assert_close(out, want, **TOLERANCE[dtype])`."""
 
 BLOCK = 16
 
@@ -170,7 +170,7 @@ def oracle(case: PagedCase, *, window: int = 0, soft_cap: float = 0.0) -> torch.
     """Attention of each query over its request's contiguous keys, float64[T, num_heads * head_dim]."""
     group = case.num_heads // case.num_kv_heads
     outputs = []
-    queries = case.q.double().split([query_len for query_len, _ in case.pairs])
+    queries = torch.split(case.q.double(), [query_len for query_len, _ in case.pairs])
     for (query_len, kv_len), q, k, v in zip(case.pairs, queries, case.keys, case.values, strict=True):
         k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * case.scale

@@ -1,0 +1,53 @@
+"""Which implementation of kernels.ops serves a device. Decided once, at start."""
+
+import importlib.util
+import logging
+
+from kernels.ops import Ops
+
+BACKENDS = ("auto", "cpu", "triton", "reference")
+
+_log = logging.getLogger(__name__)
+
+
+class BackendUnavailable(ValueError):
+    """The backend that was asked for is unknown or can't serve the device. The message says what to do."""
+
+
+def resolve(name: str, device: str) -> Ops:
+    """The backend called name for device ("cpu", "cuda", "cuda:0", ...).
+
+    "auto" is "cpu" on a CPU and "triton" elsewhere. "reference" runs anywhere, slowly. Imports only what it returns.
+    Raises BackendUnavailable.
+    """
+    device_type = device.partition(":")[0]
+    if name == "auto":
+        name = "cpu" if device_type == "cpu" else "triton"
+    if name == "reference":
+        from kernels.reference import ReferenceOps
+
+        return ReferenceOps()
+    if name == "cpu":
+        if device_type != "cpu":
+            raise BackendUnavailable(f"backend cpu can't serve device {device}: use backend triton or reference")
+        return _cpu_ops()
+    if name == "triton":
+        if importlib.util.find_spec("triton") is None:
+            raise BackendUnavailable("backend triton needs the triton package: pip install 'pageturner[triton]'")
+        from kernels.triton.ops import TritonOps
+
+        return TritonOps()
+    raise BackendUnavailable(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
+
+
+def _cpu_ops() -> Ops:
+    """The compiled kernels where they load on this machine, else the torch-only ones: same results, slower."""
+    try:
+        from kernels.cpu.native_ops import NativeOps
+
+        return NativeOps()
+    except (ImportError, OSError) as error:
+        _log.warning("compiled CPU kernels are not available, torch-only ones serve instead: %s", error)
+    from kernels.cpu import CpuOps
+
+    return CpuOps()
