@@ -1,0 +1,124 @@
+"""Who holds which block. Reference counts live here and nowhere else."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from paging.errors import InvariantViolation
+from paging.free_queue import NULL_BLOCK, FreeQueue
+from paging.hashing import BlockHash
+from paging.prefix_index import PrefixIndex
+
+
+class BlockPool:
+    """All blocks but the null block. Written by: KVCacheManager only.
+
+    A block's life:
+
+        free, anonymous --allocate--> held, anonymous --name--> held, named
+              ^                             |                       |  ^
+              +-----------release-----------+               release |  | acquire (a prefix hit)
+              |                                                     v  |
+              +-----------------allocate (evicts)------------ free, named
+
+    "Named" is: its content is in the prefix index. A free block without a name has nothing worth keeping and is taken
+    first; free blocks with a name follow, least recently used first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """num_blocks: usable ones, ids 1 .. num_blocks."""
+        self.num_blocks = num_blocks
+        self.num_cached = 0
+        """Blocks that are free and named."""
+        self._references = [0] * (num_blocks + 1)
+        self._free = FreeQueue(num_blocks)
+        self._index = PrefixIndex(num_blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that allocate() can hand out, the cached ones included."""
+        return len(self._free)
+
+    def num_references(self, block: int) -> int:
+        return self._references[block]
+
+    def longest_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Blocks that hold the first hashes' content. They may be free: acquire() them before anything is allocated."""
+        return self._index.longest_prefix(hashes)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` blocks, each with one reference; what they held before is forgotten.
+
+        Raises OutOfBlocks, with nothing taken, where fewer are free.
+        """
+        blocks = self._free.take(count)
+        references = self._references
+        for block in blocks:
+            references[block] = 1
+        if self.num_cached:
+            # Anonymous blocks are at the head, so only the end of a long take reaches named ones.
+            forget = self._index.forget
+            self.num_cached -= sum(map(forget, blocks))
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Adds a reference to each; a free one comes off the free queue with its content intact."""
+        for block in blocks:
+            if self._references[block] == 0:
+                self._free.remove(block)
+                if self._index.hash_of(block) is not None:
+                    self.num_cached -= 1
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drops a reference to each block of a sequence, given in sequence order.
+
+        They are queued from the last to the first, so that a chain is evicted from its end: without its first blocks
+        the rest of it could not be found.
+        """
+        references = self._references
+        hash_of = self._index.hash_of
+        for block in reversed(blocks):
+            left = references[block] - 1
+            references[block] = left
+            if left:
+                continue
+            if hash_of(block) is None:
+                self._free.prepend(block)
+            else:
+                self._free.append(block)
+                self.num_cached += 1
+
+    def name(self, block: int, block_hash: BlockHash) -> None:
+        """Makes a held, full block findable by its content. Where the content is known already, nothing happens."""
+        self._index.add(block, block_hash)
+
+    def forget_all(self) -> None:
+        """Empties the prefix index. Who holds a block keeps it."""
+        self._index.clear()
+        self.num_cached = 0
+
+    def named_blocks(self) -> Iterator[tuple[int, BlockHash]]:
+        for block in range(1, self.num_blocks + 1):
+            block_hash = self._index.hash_of(block)
+            if block_hash is not None:
+                yield block, block_hash
+
+    def check_invariants(self, held: Counter[int]) -> None:
+        """held: how often each block stands in a row. Raises InvariantViolation."""
+        free = list(self._free)
+        if len(free) != len(self._free) or len(set(free)) != len(free):
+            raise InvariantViolation(f"free queue holds {len(free)} blocks, counts {len(self._free)}")
+        if NULL_BLOCK in held or self._references[NULL_BLOCK]:
+            raise InvariantViolation("the null block is held")
+        for block in range(1, self.num_blocks + 1):
+            references = self._references[block]
+            if references != held[block]:
+                raise InvariantViolation(f"block {block}: {references} references, in {held[block]} rows")
+            if (references == 0) != (block in self._free):
+                raise InvariantViolation(f"block {block}: {references} references, free: {block in self._free}")
+        named = dict(self.named_blocks())
+        if len(named) != len(self._index) or any(self._index.block_of(name) != block for block, name in named.items()):
+            raise InvariantViolation("a hash maps to a block that does not carry it")
+        cached = [block in named for block in free]
+        if sum(cached) != self.num_cached:
+            raise InvariantViolation(f"{sum(cached)} free blocks are named, counted {self.num_cached}")

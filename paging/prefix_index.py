@@ -1,0 +1,58 @@
+"""Which block holds which content."""
+
+from collections.abc import Sequence
+
+from paging.hashing import BlockHash
+
+
+class PrefixIndex:
+    """Block hash <-> block id, one to one. Written by: BlockPool only.
+
+    Where two requests computed the same content side by side, the first one's block is indexed and the second one's
+    stays anonymous: moving a request to another block would rewrite a row that a kernel may be reading.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: list[BlockHash | None] = [None] * (num_blocks + 1)
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def hash_of(self, block: int) -> BlockHash | None:
+        return self._hash_of[block]
+
+    def block_of(self, block_hash: BlockHash) -> int | None:
+        return self._block_of.get(block_hash)
+
+    def longest_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Blocks of the first hashes, up to the first one that is unknown."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def add(self, block: int, block_hash: BlockHash) -> bool:
+        """False, and no change, where the content is already known under another block or the block has a name."""
+        if block_hash in self._block_of or self._hash_of[block] is not None:
+            return False
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
+
+    def forget(self, block: int) -> bool:
+        """Drops the block's name, if it has one; returns whether it had."""
+        block_hash = self._hash_of[block]
+        if block_hash is None:
+            return False
+        self._hash_of[block] = None
+        del self._block_of[block_hash]
+        return True
+
+    def clear(self) -> None:
+        for block in self._block_of.values():
+            self._hash_of[block] = None
+        self._block_of.clear()
