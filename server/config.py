@@ -292,7 +292,8 @@ def load(
 ) -> ServerConfig:
     """Merges the sources into one validated config.
 
-    flags: {"engine.model.model": raw value, ...}, as add_flags makes them. environment: defaults to the process's own. Raises ConfigError, with the source and the key in its message.
+    flags: {"engine.model.model": raw value, ...}, as add_flags makes them. environment: defaults to the process's own.
+    Raises ConfigError, with the source and the key in its message.
     """
     environment = os.environ if environment is None else environment
     values: dict[str, Any] = {}

@@ -12,9 +12,8 @@ from server.scheduler.scheduler import Scheduler
 class EngineCore:
     """Wires the scheduler to the runner.
 
-    An exception in execute() leaves the runner's rows and the scheduler's books in doubt, so it is not handled here: the
-    process ends with it, and the API process resumes every request on a fresh engine (docs/architecture.md, "A dead
-    engine").
+    An exception in execute() leaves the runner's rows and the scheduler's books in doubt, so it is not handled here:
+    the process ends with it, and the API process resumes every request on a fresh engine.
     """
 
     def __init__(self, *, scheduler: Scheduler, runner: Runner) -> None:

@@ -1,8 +1,8 @@
 """The engine process: `python -m server.engine.process FD`, where FD is the inherited end of a socketpair.
 
 The first frame on it is the EngineConfig as JSON. The process lives as long as the stream: when the API process dies,
-however it dies, the engine sees the end of file, and on Linux the kernel kills it besides, so that not even a stopped or
-hung engine is left behind.
+however it dies, the engine sees the end of file, and on Linux the kernel kills it besides, so that not even a stopped
+or hung engine is left behind.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ logger = logging.getLogger("pageturner.engine")
 def serve(channel: EngineChannel, config: EngineConfig) -> None:
     """Loads the model, says Ready and runs the loop until the API process ends it. Raises whatever a step raises."""
     channel.send(Loading("importing", 0.0))
-    from server.engine.assemble import assemble  # noqa: PLC0415 - torch takes a second to import; say so first
+    from server.engine.assemble import assemble  # torch takes a second to import: say so first
 
     def report(phase: str, fraction: float) -> None:
         channel.send(Loading(phase, fraction))

@@ -38,8 +38,8 @@ class EngineClient(Protocol):
         """Deltas until one carries a finish_reason. Deltas that nobody has read yet are merged into one.
 
         Closing the iterator early (aclose, cancellation) aborts the request. Raises Overloaded when the queue is full,
-        EngineRestarting before the first Ready and while draining. Ends with finish_reason ERROR (delta.error says why),
-        TIMEOUT (deadline passed) or ABORT where it can't be completed.
+        EngineRestarting before the first Ready and while draining. Ends with finish_reason ERROR (delta.error says
+        why), TIMEOUT (deadline passed) or ABORT where it can't be completed.
         """
 
     def abort(self, request_ids: list[str]) -> None: ...

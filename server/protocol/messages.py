@@ -92,7 +92,7 @@ class StartupFailed(msgspec.Struct, frozen=True, tag="startup_failed"):
 
 
 class StepBegun(msgspec.Struct, frozen=True, tag="step_begun"):
-    """Sent before a step touches the device. If the engine dies before the step's StepOutput, these are the suspects."""
+    """Sent before a step touches the device. If the engine dies before its StepOutput, these are the suspects."""
 
     step_id: int
     request_ids: list[str] | None

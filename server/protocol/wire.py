@@ -16,9 +16,12 @@ MAX_FRAME_BYTES = 256 << 20
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_frame(message: msgspec.Struct) -> bytes:
-    payload = _encoder.encode(message)
+def frame(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    return frame(_encoder.encode(message))
 
 
 class FrameBuffer:

@@ -1,0 +1,337 @@
+"""The EngineClient of the server: keeps every open request going, over as many engines as it takes.
+
+launch -> Loading... -> Ready -> resubmit what is open -> events ... -> lost -> accuse the step's requests -> launch
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from server.config import EngineConfig
+from server.errors import EngineRestarting, Overloaded, StartupError
+from server.frontend.connection import EngineConnection
+from server.frontend.launcher import EngineLauncher
+from server.frontend.open_request import OpenRequest
+from server.frontend.service_rate import ServiceRate
+from server.protocol import (
+    AbortRequests,
+    EngineStats,
+    Event,
+    FinishReason,
+    GenerateRequest,
+    Inspect,
+    Inspection,
+    Loading,
+    OutputDelta,
+    Ready,
+    ResetPrefixCache,
+    Shutdown,
+    StartupFailed,
+    StepBegun,
+    StepOutput,
+)
+
+logger = logging.getLogger("pageturner.frontend")
+
+_TICK_S = 0.25
+_LOAD_TIMEOUT_S = 1800.0
+"""Loading says something at least after every tensor; a silence of this length is a hang."""
+_END_TIMEOUT_S = 10.0
+_MAX_FAILED_STARTS = 5
+_MAX_BACKOFF_S = 10.0
+_STALL_SHARE = 0.25
+"""Share of the step timeout after which a silent engine no longer counts as ready."""
+
+
+@dataclass(slots=True)
+class EngineStatus:
+    """What probes and metrics read. Written by: SupervisedEngine."""
+
+    phase: str = "starting"
+    loading: Loading | None = None
+    ready: Ready | None = None
+    stats: EngineStats = field(default_factory=EngineStats)
+    last_step_time: float | None = None
+    num_restarts: int = 0
+    num_resumed: int = 0
+
+
+class SupervisedEngine:
+    """Implements EngineClient. Everything here runs on one event loop, so nothing is locked."""
+
+    def __init__(
+        self, launcher: EngineLauncher, config: EngineConfig, *, max_queue: int, step_timeout_s: float
+    ) -> None:
+        self.state = EngineStatus()
+        self._launcher = launcher
+        self._config = config
+        self._max_queue = max_queue
+        self._step_timeout_s = step_timeout_s
+        self._open: dict[str, OpenRequest] = {}
+        self._rate = ServiceRate()
+        self._engine: EngineConnection | None = None
+        """Set only between Ready and the loss of the connection."""
+        self._suspects: list[str] = []
+        """The requests of the newest step."""
+        self._in_step = False
+        self._last_event_time = time.monotonic()
+        self._startup_failure: StartupFailed | None = None
+        self._inspections: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._inspection_tokens = itertools.count()
+        self._draining = False
+        self._stopping = False
+        self._supervisor: asyncio.Task[None] | None = None
+        self._first_ready: asyncio.Future[Ready] | None = None
+
+    # ------------------------------------------------------------------------------------------------ EngineClient
+
+    async def start(self) -> None:
+        self._first_ready = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    async def wait_ready(self) -> Ready:
+        assert self._first_ready is not None, "wait_ready before start"
+        return await asyncio.shield(self._first_ready)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
+        open_request = self._admit(request)
+        try:
+            while True:
+                delta = await open_request.next_delta()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._forget(open_request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        if self._engine is not None:
+            self._engine.send(AbortRequests(request_ids))
+            return
+        for request_id in request_ids:
+            if open_request := self._open.get(request_id):
+                open_request.end(FinishReason.ABORT)
+
+    async def inspect(self) -> dict[str, Any]:
+        if self._engine is None:
+            raise EngineRestarting(f"the engine is {self.state.phase}; there is nothing to inspect yet")
+        token = next(self._inspection_tokens)
+        answer = self._inspections[token] = asyncio.get_running_loop().create_future()
+        self._engine.send(Inspect(token))
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                payload: dict[str, Any] = await answer
+                return payload
+        except TimeoutError:
+            raise EngineRestarting("the engine does not answer") from None
+        finally:
+            del self._inspections[token]
+
+    async def reset_prefix_cache(self) -> None:
+        if self._engine is not None:
+            self._engine.send(ResetPrefixCache())
+
+    async def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        self.state.phase = "draining"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._open:
+                    await asyncio.sleep(_TICK_S / 5)
+        for open_request in self._open.values():
+            open_request.end(FinishReason.ABORT, "the server is shutting down")
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self.state.phase = "stopped"
+        if self._engine is not None:
+            self._engine.send(Shutdown())
+        if self._supervisor is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_TIMEOUT_S / 2):
+                await asyncio.shield(self._supervisor)
+        self._supervisor.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._supervisor
+
+    @property
+    def stalled(self) -> bool:
+        """Work is open, and nothing has come back for suspiciously long."""
+        return self._silence_s() > self._step_timeout_s * _STALL_SHARE
+
+    # ------------------------------------------------------------------------------------------------ open requests
+
+    def _admit(self, request: GenerateRequest) -> OpenRequest:
+        if self._draining or self._stopping:
+            raise EngineRestarting("the server is shutting down; it takes no new requests", retry_after=5)
+        if self.state.ready is None or self.state.phase == "failed":
+            raise EngineRestarting(f"the model is not ready yet: {self.state.phase}", retry_after=2)
+        num_waiting = sum(not r.started for r in self._open.values())
+        if num_waiting >= self._max_queue:
+            raise Overloaded(
+                f"{num_waiting} requests are waiting and the queue holds {self._max_queue}; try again later",
+                retry_after=self._rate.seconds_for(num_waiting),
+            )
+        open_request = self._open[request.request_id] = OpenRequest(request)
+        if self._engine is not None:
+            self._submit(open_request, self._engine)
+        return open_request
+
+    def _submit(self, open_request: OpenRequest, engine: EngineConnection) -> None:
+        self.state.num_resumed += open_request.submitted
+        engine.send(open_request.to_submit())
+
+    def _forget(self, open_request: OpenRequest) -> None:
+        request_id = open_request.request.request_id
+        if self._open.get(request_id) is not open_request:
+            return
+        del self._open[request_id]
+        if open_request.finished:
+            self._rate.count_finished()
+        elif self._engine is not None:
+            self._engine.send(AbortRequests([request_id]))
+
+    def _fail_open(self, message: str) -> None:
+        for open_request in self._open.values():
+            open_request.end(FinishReason.ERROR, message)
+
+    # ------------------------------------------------------------------------------------------------ events
+
+    def _on_event(self, connection: EngineConnection, event: Event) -> None:
+        self._last_event_time = time.monotonic()
+        match event:
+            case StepOutput():
+                self._in_step = False
+                self._on_step_output(event)
+            case StepBegun(_, request_ids):
+                self._in_step = True
+                if request_ids is not None:
+                    self._suspects = request_ids
+                    self._mark_started(request_ids)
+            case Loading():
+                self.state.loading = event
+                if self.state.ready is None:
+                    self.state.phase = event.phase
+            case Ready():
+                self._on_ready(connection, event)
+            case StartupFailed():
+                self._startup_failure = event
+            case Inspection(token, payload):
+                if (answer := self._inspections.get(token)) and not answer.done():
+                    answer.set_result(msgspec.json.decode(payload))
+
+    def _on_step_output(self, output: StepOutput) -> None:
+        self.state.stats = output.stats
+        self.state.last_step_time = output.time
+        for delta in output.deltas:
+            if open_request := self._open.get(delta.request_id):
+                open_request.push(delta)
+
+    def _mark_started(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if open_request := self._open.get(request_id):
+                open_request.started = True
+
+    def _on_ready(self, connection: EngineConnection, ready: Ready) -> None:
+        self.state.ready = ready
+        self.state.phase = "draining" if self._draining else "ready"
+        self._engine = connection
+        for open_request in self._open.values():
+            if not open_request.finished:
+                self._submit(open_request, connection)
+        if self._first_ready is not None and not self._first_ready.done():
+            self._first_ready.set_result(ready)
+
+    # ------------------------------------------------------------------------------------------------ supervision
+
+    async def _supervise(self) -> None:
+        failed_starts = 0
+        while not self._stopping:
+            how = await self._run_one_engine()
+            if self._stopping:
+                return
+            was_ready, self._engine = self._engine is not None, None
+            failed_starts = 0 if was_ready else failed_starts + 1
+            if self.state.ready is None or failed_starts >= _MAX_FAILED_STARTS:
+                self._give_up(how)
+                return
+            self._book_the_crash(how)
+            await asyncio.sleep(min(_MAX_BACKOFF_S, 0.5 * 2**failed_starts) if failed_starts else 0)
+
+    async def _run_one_engine(self) -> str:
+        """From launch to loss; says how it ended. Leaves no process behind, not even when cancelled."""
+        self._last_event_time = time.monotonic()
+        self._startup_failure = None
+        handle = self._launcher.launch(self._config)
+        connection: EngineConnection | None = None
+        try:
+            connection = await EngineConnection.open(handle.socket, self._config, self._on_event)
+            await self._watch(connection)
+        finally:
+            handle.kill()
+            if connection is not None:
+                connection.close()
+            handle.socket.close()
+            how = await handle.wait(_END_TIMEOUT_S)
+        return how
+
+    async def _watch(self, connection: EngineConnection) -> None:
+        """Returns when the engine is lost or hangs. Meanwhile ends requests whose deadline no engine can keep."""
+        while not connection.lost.done():
+            await asyncio.wait([connection.lost], timeout=_TICK_S)
+            limit = self._step_timeout_s if self._engine is connection else _LOAD_TIMEOUT_S
+            if self._silence_s() > limit:
+                logger.error("no sign of life from the engine for %.0f s: ending it", limit)
+                return
+            if self._engine is not connection:
+                self._expire_deadlines()
+
+    def _silence_s(self) -> float:
+        """Seconds without an event while the engine owes one."""
+        owed = (
+            self._engine is None
+            or self._in_step
+            or bool(self._inspections)
+            or any(not r.finished for r in self._open.values())
+        )
+        return time.monotonic() - self._last_event_time if owed else 0.0
+
+    def _expire_deadlines(self) -> None:
+        now = time.monotonic()
+        for open_request in self._open.values():
+            if open_request.request.deadline is not None and open_request.request.deadline < now:
+                open_request.end(FinishReason.TIMEOUT)
+
+    def _book_the_crash(self, how: str) -> None:
+        """Counts it, and accuses the requests of the step in which it happened."""
+        self.state.num_restarts += 1
+        self.state.phase = "draining" if self._draining else "restarting"
+        accused = self._suspects if self._in_step else []
+        logger.error(
+            "the engine is gone (%s), %d requests in its step; starting a new one to resume %d",
+            how,
+            len(accused),
+            len(self._open),
+        )
+        for request_id in accused:
+            open_request = self._open.get(request_id)
+            if open_request is not None and open_request.accuse():
+                open_request.end(FinishReason.ERROR, "the engine fails on this request, even when it runs alone")
+        self._in_step, self._suspects = False, []
+
+    def _give_up(self, how: str) -> None:
+        failure = self._startup_failure
+        message = failure.message if failure else f"the engine ended while it was starting ({how})"
+        self.state.phase = "failed"
+        self._fail_open(f"the engine can't be started: {message}")
+        if self._first_ready is not None and not self._first_ready.done():
+            self._first_ready.set_exception(StartupError(message))
+        logger.critical("the engine can't be started: %s", message)

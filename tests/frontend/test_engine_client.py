@@ -1,0 +1,254 @@
+"""The supervisor, played through with engines that die on command."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+
+import pytest
+
+from server.errors import EngineRestarting, Overloaded, StartupError
+from server.frontend.engine_client import SupervisedEngine
+from server.protocol import FinishReason, GenerateRequest, OutputDelta
+from tests.frontend.scripted_engine import CONFIG, POISON, POISON_LATER, Script, launcher, request
+
+
+def run(main: Coroutine[None, None, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main
+
+    asyncio.run(bounded())
+
+
+@contextlib.asynccontextmanager
+async def started(
+    script: Script, *, max_queue: int = 100, step_timeout_s: float = 20
+) -> AsyncIterator[SupervisedEngine]:
+    client = SupervisedEngine(launcher(script), CONFIG, max_queue=max_queue, step_timeout_s=step_timeout_s)
+    await client.start()
+    await client.wait_ready()
+    try:
+        yield client
+    finally:
+        script.hold.set()
+        await client.stop()
+
+
+async def collect(client: SupervisedEngine, r: GenerateRequest) -> list[OutputDelta]:
+    return [delta async for delta in client.generate(r)]
+
+
+def tokens(deltas: list[OutputDelta]) -> list[int]:
+    return [t for delta in deltas for t in delta.token_ids]
+
+
+def expected(n: int) -> list[int]:
+    return [100 + k for k in range(n)]
+
+
+def test_a_request_runs_to_its_end() -> None:
+    """Regression: tokens lost, doubled or out of order between the engine and the reader."""
+
+    async def main() -> None:
+        script = Script()
+        script.hold.set()
+        async with started(script) as client:
+            deltas = await collect(client, request("a"))
+            assert tokens(deltas) == expected(8)
+            assert [d.finish_reason for d in deltas if d.finish_reason] == [FinishReason.LENGTH]
+
+    run(main())
+
+
+@pytest.mark.parametrize("step", [0, 1, 5])
+def test_a_dead_engine_loses_no_request(step: int) -> None:
+    """Regression: a crash that drops a stream, or repeats or skips a token behind the resumption."""
+
+    async def main() -> None:
+        script = Script(die_at_step=step)
+        script.hold.set()
+        async with started(script) as client:
+            answers = await asyncio.gather(*(collect(client, request(f"r{i}")) for i in range(5)))
+            assert [tokens(a) for a in answers] == [expected(8)] * 5
+            assert client.state.num_restarts == 1
+            assert client.state.num_resumed == sum(bool(r.resumed_token_ids) for r in script.received) or step == 0
+            assert all(sum(d.num_cached_tokens is not None for d in a) == 1 for a in answers)
+
+    run(main())
+
+
+def test_a_kill_during_the_restart_accuses_nobody() -> None:
+    """Regression: engines that die while loading counted against the requests, or ended the server."""
+
+    async def main() -> None:
+        script = Script(die_at_step=2, die_before_ready=2)
+        script.hold.set()
+        async with started(script) as client:
+            assert tokens(await collect(client, request("a"))) == expected(8)
+            assert client.state.num_restarts == 3
+            assert not any(r.run_alone for r in script.received)
+
+    run(main())
+
+
+@pytest.mark.parametrize("poison", [POISON, POISON_LATER])
+def test_only_the_poisoned_request_fails(poison: int) -> None:
+    """Regression: good requests failed beside the one that brings the engine down, or a crash loop without end."""
+
+    async def main() -> None:
+        script = Script()
+        async with started(script) as client:
+            good = [asyncio.create_task(collect(client, request(f"good{i}"))) for i in range(10)]
+            bad = asyncio.create_task(collect(client, request("bad", prompt=[poison])))
+            await asyncio.sleep(0)
+            script.hold.set()
+            for task in good:
+                assert tokens(await task) == expected(8)
+            last = (await bad)[-1]
+            assert last.finish_reason is FinishReason.ERROR
+            assert "alone" in (last.error or "")
+            assert client.state.num_restarts == 4
+            assert tokens(await collect(client, request("after"))) == expected(8)
+
+    run(main())
+
+
+def test_a_hanging_engine_is_replaced() -> None:
+    """Regression: an engine stuck inside a step that kept its requests waiting for ever."""
+
+    async def main() -> None:
+        script = Script(hang_at_step=3)
+        script.hold.set()
+        async with started(script, step_timeout_s=1) as client:
+            assert tokens(await collect(client, request("a"))) == expected(8)
+            assert client.state.num_restarts == 1
+
+    run(main())
+
+
+def test_startup_failure_is_told() -> None:
+    """Regression: wait_ready() that hangs, or an engine that is restarted in a loop, when the model can't be loaded."""
+
+    async def main() -> None:
+        script = Script(startup_failures=1)
+        client = SupervisedEngine(launcher(script), CONFIG, max_queue=1, step_timeout_s=5)
+        await client.start()
+        with pytest.raises(StartupError, match="no such model"):
+            await client.wait_ready()
+        assert client.state.phase == "failed"
+        assert script.engines == 1
+        await client.stop()
+
+    run(main())
+
+
+def test_unread_deltas_are_merged() -> None:
+    """Regression: a slow reader that makes the server keep one object a token."""
+
+    async def main() -> None:
+        script = Script()
+        script.hold.set()
+        async with started(script) as client:
+            stream = client.generate(request("slow", max_tokens=50))
+            first = await anext(stream)
+            await collect(client, request("other", max_tokens=60))
+            rest = [delta async for delta in stream]
+            assert tokens([first, *rest]) == expected(50)
+            assert len(rest) <= 1
+
+    run(main())
+
+
+def test_a_reader_that_leaves_aborts_the_request() -> None:
+    """Regression: a disconnected client whose request keeps its blocks until it is done."""
+
+    async def main() -> None:
+        script = Script()
+        script.hold.set()
+        async with started(script) as client:
+            stream = client.generate(request("gone", max_tokens=100_000))
+            await anext(stream)
+            await stream.aclose()
+            await collect(client, request("after"))
+            assert script.aborted == ["gone"]
+
+    run(main())
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    """Regression: an unbounded queue, or a 429 without Retry-After."""
+
+    async def main() -> None:
+        script = Script()
+        async with started(script, max_queue=2) as client:
+            waiting = [asyncio.create_task(collect(client, request(f"w{i}"))) for i in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded) as refusal:
+                await anext(client.generate(request("late")))
+            assert refusal.value.retry_after
+            script.hold.set()
+            await asyncio.gather(*waiting)
+            assert tokens(await collect(client, request("now"))) == expected(8)
+
+    run(main())
+
+
+def test_drain_finishes_open_requests_and_refuses_new_ones() -> None:
+    """Regression: SIGTERM that cuts off running answers, or lets new ones in."""
+
+    async def main() -> None:
+        script = Script()
+        async with started(script) as client:
+            running = asyncio.create_task(collect(client, request("running")))
+            await asyncio.sleep(0.01)
+            drain = asyncio.create_task(client.drain(20))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineRestarting):
+                await anext(client.generate(request("late")))
+            script.hold.set()
+            assert tokens(await running) == expected(8)
+            await drain
+
+    run(main())
+
+
+def test_drain_ends_what_is_left_at_the_deadline() -> None:
+    """Regression: a shutdown that waits for ever for a request that does not end."""
+
+    async def main() -> None:
+        script = Script()
+        async with started(script) as client:
+            running = asyncio.create_task(collect(client, request("endless")))
+            await asyncio.sleep(0.01)
+            await client.drain(0.05)
+            assert (await running)[-1].finish_reason is FinishReason.ABORT
+
+    run(main())
+
+
+def test_prompt_logprobs_are_not_asked_for_twice() -> None:
+    """Regression: a resumed request that delivers its prompt's log-probabilities again."""
+
+    async def main() -> None:
+        script = Script()
+        script.hold.set()
+        async with started(script) as client:
+            r = request("a")
+            stream = client.generate(r)
+            await anext(stream)
+            open_request = client._open["a"]
+            open_request.push(OutputDelta("a", [], prompt_logprobs=[None]))
+            assert open_request.to_submit().sampling.prompt_logprobs is None
+            await stream.aclose()
+
+    run(main())
+
+
+def test_inspect_asks_the_engine() -> None:
+    """Regression: /debug that shows the API process's idea instead of the engine's."""
+
+    async def main() -> None:
+        async with started(Script()) as client:
+            assert await client.inspect() == {"pages": 1}
+
+    run(main())
