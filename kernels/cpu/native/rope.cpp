@@ -1,0 +1,89 @@
+// Per-head RMSNorm (optional), RoPE ("rotate half") and the KV-cache write, one pass over the merged QKV projection.
+#include "step.h"
+#include "vec.h"
+
+namespace {
+
+struct Heads {
+    int num_heads, num_kv_heads, dim, block_size, rotary_dim;
+    float eps;
+};
+
+template <class T>
+INLINE void head_to_float(const T *src, const float *norm_weight, const float *cos, const float *sin, const Heads &h, float *x,
+                          float *tmp) {
+    for (int d = 0; d < h.dim; d++) tmp[d] = to_float(src[d]);
+    if (norm_weight) {
+        float total = 0;
+        for (int d = 0; d < h.dim; d++) total += tmp[d] * tmp[d];
+        float factor = 1.0f / __builtin_sqrtf(total / (float)h.dim + h.eps);
+        for (int d = 0; d < h.dim; d++) tmp[d] *= factor * norm_weight[d];
+    }
+    int half = h.rotary_dim / 2;
+    for (int d = 0; d < half; d++) {
+        x[d] = tmp[d] * cos[d] - tmp[d + half] * sin[d];
+        x[d + half] = tmp[d + half] * cos[d] + tmp[d] * sin[d];
+    }
+    for (int d = h.rotary_dim; d < h.dim; d++) x[d] = tmp[d];
+}
+
+template <class K>
+INLINE void write_key(const float *x, K *key, int64_t block_head, int offset, const Heads &h) {
+    constexpr int PACK = 4 / sizeof(K);
+    K *base = key + block_head * h.dim * h.block_size + (int64_t)offset * PACK;
+    for (int d = 0; d < h.dim; d += PACK)
+        for (int j = 0; j < PACK; j++) from_float(x[d + j], base + (int64_t)d * h.block_size + j);
+}
+
+template <class T, class K>
+INLINE void write_value(const T *src, K *value, int64_t block_head, int offset, const Heads &h) {
+    constexpr int PACK = 4 / sizeof(K);
+    K *base = value + (block_head * h.block_size + offset / PACK * PACK) * h.dim + offset % PACK;
+    for (int d = 0; d < h.dim; d++) from_float(to_float(src[d]), base + d * PACK);
+}
+
+template <class T, class K>
+void rope(const Step &step, const T *qkv, T *q_out, K *key, K *value, const float *cos_sin, const float *q_norm,
+          const float *k_norm, const Heads &h) {
+    int64_t width = (int64_t)(h.num_heads + 2 * h.num_kv_heads) * h.dim;
+#pragma omp parallel for num_threads(step.threads) schedule(static) if (step.num_tokens * width > 32768)
+    for (int t = 0; t < step.num_tokens; t++) {
+        float x[512], tmp[512];
+        const float *cos = cos_sin + step.positions[t] * h.rotary_dim, *sin = cos + h.rotary_dim / 2;
+        const T *src = qkv + t * width;
+        for (int head = 0; head < h.num_heads; head++, src += h.dim) {
+            head_to_float(src, q_norm, cos, sin, h, x, tmp);
+            T *out = q_out + ((int64_t)t * h.num_heads + head) * h.dim;
+            for (int d = 0; d < h.dim; d++) from_float(x[d], out + d);
+        }
+        int64_t slot = step.slot_mapping[t];
+        if (slot < 0) continue;
+        int64_t block = slot / h.block_size;
+        int offset = (int)(slot % h.block_size);
+        for (int head = 0; head < h.num_kv_heads; head++, src += h.dim) {
+            head_to_float(src, k_norm, cos, sin, h, x, tmp);
+            write_key(x, key, block * h.num_kv_heads + head, offset, h);
+            write_value(src + (int64_t)h.num_kv_heads * h.dim, value, block * h.num_kv_heads + head, offset, h);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// qkv [T, (H + 2 KVH) * D] -> q_out [T, H, D]; key and value written in the layout of attention.cpp. dim <= 512.
+void pt_rope(const Step *step, const void *qkv, void *q_out, void *key, void *value, const float *cos_sin,
+             const float *q_norm, const float *k_norm, float eps, int rotary_dim, int num_heads, int num_kv_heads, int dim,
+             int block_size, int dtype, int kv_dtype) {
+    Heads h = {num_heads, num_kv_heads, dim, block_size, rotary_dim, eps};
+    if (dtype == F32 && kv_dtype == F32)
+        rope(*step, (const float *)qkv, (float *)q_out, (float *)key, (float *)value, cos_sin, q_norm, k_norm, h);
+    else if (dtype == F32)
+        rope(*step, (const float *)qkv, (float *)q_out, (bf16 *)key, (bf16 *)value, cos_sin, q_norm, k_norm, h);
+    else if (kv_dtype == F32)
+        rope(*step, (const bf16 *)qkv, (bf16 *)q_out, (float *)key, (float *)value, cos_sin, q_norm, k_norm, h);
+    else
+        rope(*step, (const bf16 *)qkv, (bf16 *)q_out, (bf16 *)key, (bf16 *)value, cos_sin, q_norm, k_norm, h);
+}
+}

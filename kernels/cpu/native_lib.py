@@ -1,0 +1,64 @@
+"""The compiled kernels as Python sees them: ctypes signatures of kernels/cpu/native, and the structures that they share."""
+
+import ctypes
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+
+from kernels.cpu import build
+from kernels.metadata import AttentionMetadata
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""enum DType of step.h."""
+
+
+class Step(ctypes.Structure):
+    """struct Step of step.h: AttentionMetadata by address. Keeps nothing alive: the caller holds the metadata."""
+
+    _fields_ = (
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("page_table", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("positions", c_void_p),
+        ("page_stride", c_int64),
+        ("num_requests", c_int32),
+        ("num_tokens", c_int32),
+        ("threads", c_int32),
+    )
+
+
+_STEP, _PTR, _INT, _LONG, _FLOAT = POINTER(Step), c_void_p, c_int32, c_int64, c_float
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "pt_norm": (None, [*[_PTR] * 4, _LONG, _LONG, _FLOAT, *[_INT] * 3]),
+    "pt_gated": (None, [_PTR, _PTR, _LONG, _LONG, *[_INT] * 3]),
+    "pt_rope": (None, [_STEP, *[_PTR] * 7, _FLOAT, *[_INT] * 7]),
+    "pt_attention": (_INT, [_STEP, *[_PTR] * 4, *[_INT] * 5, _FLOAT, _FLOAT, _INT]),
+}
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library, built if need be; once a process. Raises kernels.cpu.build.NativeBuildError or OSError."""
+    lib = ctypes.CDLL(str(build.library()))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+def step_of(meta: AttentionMetadata, threads: int) -> Step:
+    """meta's tensors must be contiguous, but for the rows of the page table, which may be a slice's."""
+    return Step(
+        meta.query_start_loc.data_ptr(),
+        meta.seq_lens.data_ptr(),
+        meta.page_table.data_ptr(),
+        meta.slot_mapping.data_ptr(),
+        meta.positions.data_ptr(),
+        meta.page_table.stride(0),
+        meta.num_requests,
+        meta.num_tokens,
+        threads,
+    )
