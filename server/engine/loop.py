@@ -69,7 +69,7 @@ class EngineLoop:
                 if ended := self._core.take_finished():
                     self._channel.send(ended)
             case Inspect(token):
-                self._channel.send(Inspection(token, msgspec.Raw(msgspec.json.encode(self._core.inspect()))))
+                self._channel.send(Inspection(token, msgspec.json.encode(self._core.inspect())))
             case ResetPrefixCache():
                 self._core.reset_prefix_cache()
             case Shutdown():

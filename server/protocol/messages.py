@@ -155,7 +155,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step_output"):
 
 class Inspection(msgspec.Struct, frozen=True, tag="inspection"):
     token: int
-    payload: msgspec.Raw
+    payload: bytes
     """JSON: {"pages": {...}, "requests": [...]}."""
 
 
