@@ -39,6 +39,8 @@ class EngineLoop:
                 self._apply(command)
             if self._core.has_work:
                 self._step()
+            if ended := self._core.take_finished():
+                self._channel.send(ended)
 
     def _patience(self) -> float | None:
         if not self._core.has_work:
@@ -52,8 +54,6 @@ class EngineLoop:
         if batch:
             self._announce(batch.step_id, [item.request_id for item in batch.items])
             self._channel.send(self._core.execute(batch))
-        if ended := self._core.take_finished():
-            self._channel.send(ended)
 
     def _announce(self, step_id: int, request_ids: list[str]) -> None:
         same = request_ids == self._announced
@@ -66,8 +66,6 @@ class EngineLoop:
                 self._core.add(command)
             case AbortRequests(request_ids):
                 self._core.abort(request_ids)
-                if ended := self._core.take_finished():
-                    self._channel.send(ended)
             case Inspect(token):
                 self._channel.send(Inspection(token, msgspec.json.encode(self._core.inspect())))
             case ResetPrefixCache():

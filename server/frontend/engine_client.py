@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,10 +67,18 @@ class SupervisedEngine:
     """Implements EngineClient. Everything here runs on one event loop, so nothing is locked."""
 
     def __init__(
-        self, launcher: EngineLauncher, config: EngineConfig, *, max_queue: int, step_timeout_s: float
+        self,
+        launcher: EngineLauncher,
+        config: EngineConfig,
+        *,
+        max_queue: int,
+        step_timeout_s: float,
+        on_step: Callable[[StepOutput], None] = lambda output: None,
     ) -> None:
+        """on_step: told of every StepOutput, for the metrics."""
         self.state = EngineStatus()
         self._launcher = launcher
+        self._on_step = on_step
         self._config = config
         self._max_queue = max_queue
         self._step_timeout_s = step_timeout_s
@@ -83,12 +91,14 @@ class SupervisedEngine:
         self._in_step = False
         self._last_event_time = time.monotonic()
         self._startup_failure: StartupFailed | None = None
+        self._how_it_ended = ""
         self._inspections: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._inspection_tokens = itertools.count()
         self._draining = False
         self._stopping = False
         self._supervisor: asyncio.Task[None] | None = None
         self._first_ready: asyncio.Future[Ready] | None = None
+        self._failed = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------ EngineClient
 
@@ -99,6 +109,11 @@ class SupervisedEngine:
     async def wait_ready(self) -> Ready:
         assert self._first_ready is not None, "wait_ready before start"
         return await asyncio.shield(self._first_ready)
+
+    async def wait_failed(self) -> str:
+        """Waits until no further engine will be started; says why. Normally that never comes."""
+        await self._failed.wait()
+        return self._failure_message()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
         open_request = self._admit(request)
@@ -231,6 +246,7 @@ class SupervisedEngine:
     def _on_step_output(self, output: StepOutput) -> None:
         self.state.stats = output.stats
         self.state.last_step_time = output.time
+        self._on_step(output)
         for delta in output.deltas:
             if open_request := self._open.get(delta.request_id):
                 open_request.push(delta)
@@ -255,7 +271,10 @@ class SupervisedEngine:
     async def _supervise(self) -> None:
         failed_starts = 0
         while not self._stopping:
-            how = await self._run_one_engine()
+            try:
+                how = await self._run_one_engine()
+            except OSError as error:  # no process, no file descriptor left: as passing as a crash
+                how = str(error)
             if self._stopping:
                 return
             was_ready, self._engine = self._engine is not None, None
@@ -326,12 +345,18 @@ class SupervisedEngine:
             if open_request is not None and open_request.accuse():
                 open_request.end(FinishReason.ERROR, "the engine fails on this request, even when it runs alone")
         self._in_step, self._suspects = False, []
+        self.state.stats = EngineStats(num_waiting=len(self._open))
 
     def _give_up(self, how: str) -> None:
-        failure = self._startup_failure
-        message = failure.message if failure else f"the engine ended while it was starting ({how})"
+        self._how_it_ended = how
+        message = self._failure_message()
+        logger.critical("the engine can't be started: %s", message)
         self.state.phase = "failed"
         self._fail_open(f"the engine can't be started: {message}")
+        self._failed.set()
         if self._first_ready is not None and not self._first_ready.done():
             self._first_ready.set_exception(StartupError(message))
-        logger.critical("the engine can't be started: %s", message)
+
+    def _failure_message(self) -> str:
+        failure = self._startup_failure
+        return failure.message if failure else f"the engine ended while it was starting ({self._how_it_ended})"
