@@ -1,7 +1,7 @@
-"""Compiles the CPU kernels of kernels/cpu/native for this machine, once, into a per-user cache. `python -m kernels.cpu.build`.
+"""Compiles kernels/cpu/native for this machine, once, into a per-user cache. By hand: `python -m kernels.cpu.build`.
 
-A library is named after the sources, the processor, the compiler and torch's OpenMP runtime, so a change of any of them builds
-anew. It is loaded as code: a cache folder or file that somebody else owns or may write to is refused.
+A library is named after the sources, the processor, the compiler and torch's OpenMP runtime, so a change of any of them
+builds anew. It is loaded as code: a cache folder or file that somebody else owns or may write to is refused.
 """
 
 import contextlib
@@ -127,7 +127,7 @@ def _compile(compiler: Path, flags: Sequence[str], scratch: Path, made: Path) ->
     if errors:
         return errors[0]
     openmp = _torch_openmp()
-    link = [compiler, "-shared", *objects, "-o", made, *([str(openmp)] if openmp else ["-fopenmp"])]
+    link = [str(compiler), "-shared", *objects, "-o", str(made), str(openmp) if openmp else "-fopenmp"]
     linked = subprocess.run(link, capture_output=True, timeout=TIMEOUT_S, check=False)
     return linked.stderr.decode(errors="replace").strip()[:2000] if linked.returncode else None
 

@@ -1,4 +1,4 @@
-"""The compiled kernels as Python sees them: ctypes signatures of kernels/cpu/native, and the structures that they share."""
+"""The compiled kernels as Python sees them: ctypes signatures and structures of kernels/cpu/native."""
 
 import ctypes
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p

@@ -1,4 +1,4 @@
-"""The CPU backend with compiled kernels (kernels/cpu/native): same interface as CpuOps, and CpuOps where they don't reach.
+"""The CPU backend with compiled kernels (kernels/cpu/native), and with CpuOps where those don't reach.
 
 They serve float32 and bfloat16, head dims that are multiples of 16 up to 512, and even block sizes. A row's result has
 the same bits whatever else is in the batch, however its prompt was chunked, and with any number of threads.
@@ -19,7 +19,7 @@ MAX_HEAD_DIM: Final = 512
 
 
 class NativeLayerKV(LayerKV):
-    """One layer's keys and values in 4-byte units: floats, or pairs of bf16 along the axis that a dot product sums over.
+    """One layer's keys and values in 4-byte units: floats, or pairs of bf16 along the axis that is summed over.
 
     bfloat16: key [num_blocks, KVH, D / 2, block_size, 2 dims], value [num_blocks, KVH, block_size / 2, D, 2 tokens]
     float32:  key [num_blocks, KVH, D, block_size],             value [num_blocks, KVH, block_size, D]
@@ -43,7 +43,8 @@ class NativeOps(CpuOps):
         if spec.dtype not in DTYPES or spec.block_size % 2 or spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM:
             return super().allocate_kv_cache(spec, num_blocks=num_blocks, device=device)
         heads, dim, block = spec.num_kv_heads, spec.head_dim, spec.block_size
-        key_shape, value_shape = (num_blocks, heads, dim, block), (num_blocks, heads, block, dim)
+        key_shape: tuple[int, ...] = (num_blocks, heads, dim, block)
+        value_shape: tuple[int, ...] = (num_blocks, heads, block, dim)
         if spec.dtype == torch.bfloat16:
             key_shape, value_shape = (num_blocks, heads, dim // 2, block, 2), (num_blocks, heads, block // 2, dim, 2)
         layers = [
