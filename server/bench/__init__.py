@@ -1,0 +1,1 @@
+"""What `pageturner bench` runs: load on any OpenAI-compatible server, and this machine's ceilings to judge it by."""
