@@ -9,5 +9,5 @@ class OutOfBlocks(PagingError):
     """More blocks were taken than are free. Ask first: `BlockPool.num_free`."""
 
 
-class InvariantViolation(PagingError):
+class InvariantViolation(PagingError, AssertionError):
     """The books don't balance; the message says which line of them."""

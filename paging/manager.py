@@ -115,7 +115,7 @@ class KVCacheManager:
         return True
 
     def commit(self, row: int, hashes: Sequence[BlockHash]) -> None:
-        """Makes the row's first len(hashes) blocks findable: they are computed, and others may read them from now on."""
+        """Makes the row's first len(hashes) blocks findable: they are computed, others may read them."""
         if not self.enable_prefix_cache:
             return
         blocks = self.page_table.row(row)

@@ -1,12 +1,15 @@
-"""What the scheduler hands to the runner: one step's work, as plain integers."""
+"""What the scheduler hands to the runner, and what comes back: one step's work, as plain integers.
 
-from dataclasses import dataclass
+Structs rather than dataclasses: a step makes one a request, and these are made five times faster. gc=False: they hold
+ints, strings and lists of them, so they are never part of a cycle.
+"""
 
-from server.protocol import SamplingParams
+import msgspec
+
+from server.protocol import SamplingParams, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledItem:
+class ScheduledItem(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step. Written by: nobody.
 
     token_ids: the tokens at positions start .. start + len - 1, whose KV this step computes.
@@ -24,9 +27,12 @@ class ScheduledItem:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class AdmittedRow:
-    """A request that enters a row with this step, new or resumed. The runner builds the row's sampling state from it."""
+class AdmittedRow(msgspec.Struct, frozen=True):
+    """A request that enters a row with this step, new or resumed. The runner builds the row's sampling state from it.
+
+    Where sampling.prompt_logprobs is set: they are due in the step that completes the prompt, unless output_token_ids
+    holds something. Then they were delivered before, and the prompt may come from the prefix cache this time.
+    """
 
     request_id: str
     row: int
@@ -35,9 +41,12 @@ class AdmittedRow:
     output_token_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    """One step. Items come in row-independent order; released rows are free before admitted ones are filled."""
+class ScheduledBatch(msgspec.Struct, frozen=True):
+    """One step. Items come in row-independent order, requests with one new token first.
+
+    Released rows are free before admitted ones are filled. A row whose release fell into a failed step is released
+    again: releasing a free row does nothing.
+    """
 
     step_id: int
     items: list[ScheduledItem]
@@ -52,22 +61,20 @@ class ScheduledBatch:
         return bool(self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(msgspec.Struct, frozen=True):
     """The runner's answer for one item that samples.
 
-    logprobs, prompt_logprobs: protocol.TokenLogprobs, where the request asked for them. A prompt's are delivered in the
-    step that completes the prompt.
+    logprobs, prompt_logprobs: where the request asked for them. A prompt's are delivered in the step that completes the
+    prompt.
     """
 
     request_id: str
     token_ids: list[int]
-    logprobs: list | None = None
-    prompt_logprobs: list | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(msgspec.Struct, frozen=True):
     """A finished step's results, one entry an item with samples=True, in the batch's order."""
 
     step_id: int
