@@ -1,0 +1,114 @@
+"""The one decoder: a ModelSpec says what differs between families, kernels.ops says how each step is computed.
+
+Shapes: T tokens of this step, C hidden size, H heads, KVH key/value heads, D head dim, I MLP size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.layout import KVCache
+from kernels.metadata import AttentionMetadata
+from kernels.ops import Linear, Ops, QkvLayout
+from server.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's packed weights. Norm weights are [C] in the activations' dtype.
+
+    cos_sin: float32[positions, rotary_dim], shared between the layers of one kind.
+    post_attention_norm, post_mlp_norm: only where the family norms what it adds to the residual (Gemma 3).
+    """
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    qkv_layout: QkvLayout
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    cos_sin: torch.Tensor
+    window: int
+    post_attention_norm: torch.Tensor | None = None
+    post_mlp_norm: torch.Tensor | None = None
+
+
+class Decoder:
+    """A loaded model. Holds no state between steps: the KV cache is the caller's.
+
+    weight_bytes: what the weights take in memory, as packed by the backend where it tells, else as loaded.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        ops: Ops,
+        dtype: torch.dtype,
+        embed: Linear,
+        layers: list[DecoderLayer],
+        final_norm: torch.Tensor,
+        lm_head: Linear,
+        weight_bytes: int,
+    ) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.dtype = dtype
+        self.weight_bytes = weight_bytes
+        self._embed = embed
+        self._layers = layers
+        self._final_norm = final_norm
+        self._lm_head = lm_head
+
+    def forward(
+        self, token_ids: torch.Tensor, meta: AttentionMetadata, cache: KVCache, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One step: writes the KV of every token and returns normed hidden states.
+
+        token_ids: i64[T]. rows: i64[S], the tokens whose hidden states are wanted; None for all.
+        Returns [S, C] (or [T, C]) in dtype, ready for `logits`.
+        """
+        spec, ops = self.spec, self.ops
+        x = self._embed(token_ids)  # [T, C]
+        if spec.embedding_scale != 1.0:
+            x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype)
+        residual = x
+        x = ops.rms_norm(residual, self._layers[0].input_norm, spec.norm_eps)
+        for index, layer in enumerate(self._layers):
+            if index > 0:
+                x, residual = ops.add_rms_norm(x, residual, layer.input_norm, spec.norm_eps)
+            x = self._attention(x, layer, meta, cache, index)  # [T, H * D]
+            if rows is not None and index == spec.num_layers - 1:
+                x, residual = x.index_select(0, rows), residual.index_select(0, rows)  # the rest needs no more than KV
+            x = layer.output(x)  # [T, C]
+            if layer.post_attention_norm is not None:
+                x = ops.rms_norm(x, layer.post_attention_norm, spec.norm_eps)
+            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, spec.norm_eps)
+            x = layer.down(ops.gated_activation(layer.gate_up(x), spec.activation))  # [T, 2 * I] -> [T, I] -> [T, C]
+            if layer.post_mlp_norm is not None:
+                x = ops.rms_norm(x, layer.post_mlp_norm, spec.norm_eps)
+        x, _ = ops.add_rms_norm(x, residual, self._final_norm, spec.norm_eps)
+        return x
+
+    def _attention(
+        self, x: torch.Tensor, layer: DecoderLayer, meta: AttentionMetadata, cache: KVCache, index: int
+    ) -> torch.Tensor:
+        """[T, C] -> [T, H * D], before the output projection."""
+        qkv = layer.qkv(x)  # [T, (H + 2 * KVH) * D]
+        q = self.ops.rope_and_write_kv(qkv, layer.qkv_layout, layer.cos_sin, cache[index], meta)  # [T, H, D]
+        return self.ops.attention(
+            q,
+            cache[index],
+            meta,
+            scale=self.spec.attention_scale,
+            num_kv_heads=self.spec.num_kv_heads,
+            window=layer.window,
+            soft_cap=self.spec.attention_soft_cap,
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, C] -> float32[S, V]."""
+        logits = self._lm_head(hidden).float()
+        cap = self.spec.logit_soft_cap
+        return logits if cap == 0.0 else torch.tanh(logits / cap) * cap

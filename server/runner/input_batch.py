@@ -1,0 +1,71 @@
+"""From a ScheduledBatch, which is plain integers, to the tensors of one step. numpy over all tokens at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.metadata import AttentionMetadata
+from server.scheduler.batch import ScheduledItem
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """token_ids: i64[T]. last_tokens: i64[B], each item's last token as an index into the T tokens, on the host."""
+
+    token_ids: torch.Tensor
+    meta: AttentionMetadata
+    last_tokens: npt.NDArray[np.int64]
+
+
+def build_inputs(
+    items: Sequence[ScheduledItem],
+    page_table: npt.NDArray[np.int32],
+    *,
+    block_size: int,
+    vocab_size: int,
+    device: torch.device,
+) -> StepInputs:
+    """page_table: int32[rows, W], the scheduler's; what the step needs of it is copied.
+
+    A token that the vocabulary does not have is computed as token 0: its request fails elsewhere, and no kernel reads
+    beyond the embedding.
+    """
+    num_requests = len(items)
+    lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, num_requests)
+    starts = np.fromiter((item.start for item in items), np.int64, num_requests)
+    rows = np.fromiter((item.row for item in items), np.int64, num_requests)
+    query_start_loc = np.zeros(num_requests + 1, np.int64)
+    np.cumsum(lengths, out=query_start_loc[1:])
+    num_tokens = int(query_start_loc[-1])
+    seq_lens = starts + lengths
+    max_seq_len = int(seq_lens.max())
+    token_ids = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, num_tokens)
+    token_ids[(token_ids < 0) | (token_ids >= vocab_size)] = 0
+
+    blocks = page_table[rows, : -(-max_seq_len // block_size)]  # [B, W], a copy
+    if num_tokens == num_requests:
+        positions, owners = starts, np.arange(num_requests)
+    else:
+        positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], lengths)
+        owners = np.repeat(np.arange(num_requests), lengths)
+    slots = blocks[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    def tensor(array: npt.NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    meta = AttentionMetadata(
+        query_start_loc=tensor(query_start_loc.astype(np.int32)),
+        seq_lens=tensor(seq_lens.astype(np.int32)),
+        page_table=tensor(blocks),
+        slot_mapping=tensor(slots),
+        positions=tensor(positions),
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        max_query_len=int(lengths.max()),
+        max_seq_len=max_seq_len,
+    )
+    return StepInputs(tensor(token_ids), meta, query_start_loc[1:] - 1)

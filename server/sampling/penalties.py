@@ -1,0 +1,66 @@
+"""What changes one row's logits before temperature: penalties, then logit_bias, then the ban on early stop tokens."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from server.protocol import SamplingParams
+
+
+class Penalties:
+    """repetition_penalty over prompt and output as transformers has it (Keskar et al., 2019); presence_penalty and
+    frequency_penalty over the output as OpenAI documents them. Written by: the row that owns it.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._repetition = params.repetition_penalty
+        self._presence = params.presence_penalty
+        self._frequency = params.frequency_penalty
+        self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # of output tokens
+        self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        known = torch.tensor([*prompt_ids, *output_ids], dtype=torch.int64, device=device)
+        self._seen[known] = True
+        output = known[len(prompt_ids) :]
+        self._counts.index_add_(0, output, torch.ones(len(output_ids), device=device))
+
+    def append(self, token_id: int) -> None:
+        self._seen[token_id] = True
+        self._counts[token_id] += 1
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """logits: float32[V], changed in place."""
+        if self._repetition != 1.0:
+            penalised = torch.where(logits < 0, logits * self._repetition, logits / self._repetition)
+            torch.where(self._seen, penalised, logits, out=logits)
+        if self._frequency != 0.0:
+            logits.sub_(self._counts, alpha=self._frequency)
+        if self._presence != 0.0:
+            logits.sub_((self._counts > 0).to(logits.dtype), alpha=self._presence)
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+class LogitBias:
+    """A fixed addition to some tokens' logits."""
+
+    def __init__(self, bias: Mapping[int, float], *, vocab_size: int, device: torch.device) -> None:
+        """Raises ValueError for a token that the vocabulary does not have."""
+        unknown = [token_id for token_id in bias if not 0 <= token_id < vocab_size]
+        if unknown:
+            raise ValueError(f"logit_bias names token {unknown[0]}, but the vocabulary has {vocab_size} tokens")
+        self._ids = torch.tensor(list(bias.keys()), dtype=torch.int64, device=device)
+        self._values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """logits: float32[V], changed in place."""
+        logits.index_add_(0, self._ids, self._values)

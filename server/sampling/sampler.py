@@ -1,0 +1,174 @@
+"""From logits to tokens, for all rows of a step at once.
+
+Order: penalties, logit_bias, min_tokens and grammar masks; temperature; top-k; top-p of what top-k left (Holtzman et
+al., 2020); min-p relative to the likeliest (Nguyen et al., 2024); then one uniform number, keyed by (seed, position),
+picks from the cumulative distribution. Rows that sort (top-k or top-p) accumulate from the likeliest token down, equal
+ones by id; the others in the order of the vocabulary.
+
+A row's token depends on its own logits and parameters only. Hence no reduction runs across rows, none may be split
+between threads by the number of rows (softmax and cumsum work row by row, sum does not), and the number of candidates
+looked at never changes a result: a row whose cut might fall among the candidates' last ties is redone with more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from server.protocol import TokenLogprobs
+from server.sampling.logprobs import token_logprobs, top_candidates
+from server.sampling.random import uniforms
+from server.sampling.row_state import SamplingRow
+
+_WIDTHS = (128, 1024)
+"""Candidates that a sorting row is tried with before its whole vocabulary is sorted."""
+
+
+@dataclass(slots=True)
+class Sampled:
+    """token_ids, logprobs: one entry a row. failed: row index -> why; such a row's token means nothing."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> Sampled:
+    """Chooses one token a row.
+
+    logits: float32[S, V], changed in place. positions: of the tokens to be chosen in their sequences.
+    """
+    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    raw = logits[asking] if asking else None
+    failed = _adjust(logits, rows)
+    token_ids = _argmax(logits)
+    drawing = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    best = logits[torch.arange(len(rows), device=logits.device), torch.tensor(token_ids, device=logits.device)]
+    for i, value in enumerate(best.tolist()):
+        if not np.isfinite(value):  # argmax finds a NaN before anything else
+            failed.setdefault(i, "the model's logits are not finite" if value != -np.inf else "no token is allowed")
+    drawing = [i for i in drawing if i not in failed]
+    if drawing:
+        subset = logits if len(drawing) == len(rows) else logits[drawing]
+        drawn = _draw(subset, [rows[i] for i in drawing], [positions[i] for i in drawing])
+        for i, token_id in zip(drawing, drawn, strict=True):
+            token_ids[i] = token_id
+    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    if raw is not None:
+        found = token_logprobs(raw, [token_ids[i] for i in asking], [rows[i].params.logprobs or 0 for i in asking])
+        for i, entry in zip(asking, found, strict=True):
+            logprobs[i] = entry
+    return Sampled(token_ids, logprobs, failed)
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]:
+    """Applies what rows do to their own logits. Returns the rows whose grammar failed."""
+    failed: dict[int, str] = {}
+    vocab_size = logits.shape[1]
+    for i, row in enumerate(rows):
+        if row.changes_logits:
+            row.adjust(logits[i])
+        if row.grammar is not None:
+            bitmask = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
+            try:
+                row.grammar.fill_bitmask(bitmask)
+            except Exception as error:  # one request's grammar must not end the others' step
+                failed[i] = f"the grammar failed: {error}"
+                continue
+            apply_bitmask(logits[i], bitmask)
+    return failed
+
+
+def apply_bitmask(logits: torch.Tensor, bitmask: np.ndarray) -> None:
+    """logits: float32[..., V], -inf in place where the bit of int32[..., ceil(V / 32)] is 0."""
+    bits = np.unpackbits(bitmask.view(np.uint8), axis=-1, count=logits.shape[-1], bitorder="little")
+    logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), float("-inf"))
+
+
+def _argmax(logits: torch.Tensor) -> list[int]:
+    """Ties go to the lowest id."""
+    if logits.device.type == "cpu":
+        ids: list[int] = logits.numpy().argmax(axis=-1).tolist()  # several times as fast as torch's
+        return ids
+    return logits.argmax(dim=-1).tolist()
+
+
+def _draw(logits: torch.Tensor, rows: list[SamplingRow], positions: list[int]) -> list[int]:
+    """logits: float32[N, V], finite somewhere in each row."""
+    params = [row.params for row in rows]
+    device = logits.device
+    seeds = np.array([p.seed & (2**64 - 1) for p in params], dtype=np.uint64)
+    numbers = torch.from_numpy(uniforms(seeds, np.array(positions, dtype=np.uint64))).to(device)
+    settings = torch.tensor([(p.temperature, p.top_p, p.min_p, p.top_k) for p in params], dtype=torch.float64).to(
+        device
+    )
+    temperature, top_p, min_p, top_k = settings.unbind(1)
+    scores = logits / temperature.float()[:, None]
+    scores -= scores.amax(dim=-1, keepdim=True)
+    probs = torch.softmax(scores, dim=-1)
+
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
+    sorts = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
+    if len(sorts) < len(rows):
+        chosen = set(sorts)
+        index = torch.tensor([i for i in range(len(rows)) if i not in chosen], device=device)
+        tokens[index] = _draw_in_order(probs[index], min_p[index], numbers[index])
+    left = torch.tensor(sorts, dtype=torch.int64, device=device)
+    for width in (*_WIDTHS, logits.shape[1]):
+        if len(left) == 0:
+            break
+        limits = (top_k[left], top_p[left], min_p[left])
+        found, certain = _draw_sorted(scores[left], probs[left], limits, numbers[left], width)
+        tokens[left[certain]] = found[certain]
+        left = left[~certain]
+    return tokens.tolist()
+
+
+def _draw_in_order(probs: torch.Tensor, min_p: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows without top-k and top-p. probs: float32[N, V]; min_p, numbers: float64[N]. Returns i64[N]."""
+    if bool((min_p > 0).any()):
+        floor = (min_p * probs.amax(dim=-1)).float()[:, None]
+        probs = torch.where(probs < floor, 0.0, probs)
+    cumulative = probs.cumsum(dim=-1)
+    return _invert(cumulative, cumulative[:, -1], numbers)
+
+
+def _draw_sorted(
+    scores: torch.Tensor,
+    probs: torch.Tensor,
+    limits: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    numbers: torch.Tensor,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with top-k or top-p, from their `width` best candidates.
+
+    scores, probs: float32[N, V]. limits: top_k (0: off), top_p, min_p, float64[N] each. Returns (tokens i64[N], certain
+    bool[N]): a row is certain if all that its limits keep, ties included, is among the candidates.
+    """
+    top_k, top_p, min_p = limits
+    vocab_size = scores.shape[1]
+    values, ids = top_candidates(scores, width)
+    width = ids.shape[1]
+    weights = probs.gather(1, ids)  # [N, width], falling
+    cumulative = weights.cumsum(dim=-1)
+    max_kept = torch.where(top_k > 0, top_k, float(vocab_size)).clamp(max=width)  # float64[N]
+    whole = torch.where(top_k > 0, cumulative.gather(1, max_kept.long()[:, None] - 1)[:, 0], 1.0)
+    before = cumulative - weights
+    keep = before < (top_p * whole)[:, None]
+    keep &= weights >= (min_p * weights[:, 0])[:, None]
+    keep &= torch.arange(width, device=ids.device) < max_kept[:, None]
+    last = (keep.sum(dim=-1) - 1).clamp(min=0)[:, None]  # what is kept is a prefix
+    if width == vocab_size:
+        certain = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    else:
+        certain = (values.gather(1, last) > values[:, -1:])[:, 0]
+    place = _invert(cumulative, cumulative.gather(1, last)[:, 0], numbers)
+    return ids.gather(1, torch.minimum(place[:, None], last))[:, 0], certain
+
+
+def _invert(cumulative: torch.Tensor, total: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The first place in each row of float32[N, W] whose value exceeds number * total. Returns i64[N]."""
+    below = torch.nextafter(total, torch.zeros_like(total))  # a product that rounds up to the total would find nothing
+    targets = torch.minimum((numbers * total).float(), below)
+    return torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0]
