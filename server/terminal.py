@@ -57,7 +57,8 @@ def show_ready(ready: Ready, *, name: str, url: str, asked_max_model_len: int | 
     console.print(table)
     if asked_max_model_len is None and ready.max_model_len < model_max_len:
         console.print(
-            f"The context is {ready.max_model_len:,} tokens of the model's {model_max_len:,}: that is what the KV cache "
-            "holds. Ask for more with --kv-cache-memory."
+            f"The context is {ready.max_model_len:,} tokens of the model's {model_max_len:,}: that is what the "
+            "KV cache holds. Ask for more with --kv-cache-memory.",
+            soft_wrap=True,
         )
     console.print(f"Ready: {url}/v1")
