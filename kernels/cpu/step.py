@@ -161,7 +161,7 @@ def _padded(num_blocks: int, block_size: int) -> int:
     least = max(1, 64 // block_size)
     if num_blocks <= least:
         return least
-    unit = max(1, 1 << ((num_blocks - 1).bit_length() - 2))
+    unit = 1 << max(0, (num_blocks - 1).bit_length() - 2)
     return -(-num_blocks // unit) * unit
 
 
