@@ -42,7 +42,7 @@ def _add_serve(commands: "_Commands[argparse.ArgumentParser]") -> None:
         "serve",
         help="serve a model over HTTP",
         description="Serves a model. Numbers may be written 4096, 4k (4,000), 4K (4,096), 2GiB. Every flag is also a "
-        f"key of the --config file and, in capitals with {config.ENVIRONMENT_PREFIX} before it, an environment variable.",
+        f"key of the --config file and, in capitals behind {config.ENVIRONMENT_PREFIX}, an environment variable.",
     )
     _add_model_settings(serve)
 
