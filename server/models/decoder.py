@@ -37,7 +37,7 @@ class DecoderLayer:
 class Decoder:
     """A loaded model. Holds no state between steps: the KV cache is the caller's.
 
-    weight_bytes: what the weights take in memory, as packed by the backend where it tells, else as loaded.
+    weight_bytes: what the weights take in memory. Written by: the loader.
     """
 
     def __init__(

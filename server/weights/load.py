@@ -11,6 +11,7 @@ from server.errors import ModelLoadError, WeightMismatch
 from server.models.decoder import Decoder, DecoderLayer
 from server.models.rope import rope_table
 from server.models.spec import ModelSpec
+from server.weights.footprint import allocated
 from server.weights.gguf_source import GgufSource
 from server.weights.locate import ModelFiles
 from server.weights.safetensors_source import SafetensorsSource
@@ -93,10 +94,14 @@ def load_model(
     source = open_source(files, spec)
     try:
         check_names(spec, source)
+        before = allocated(device)
         loader = _Loader(source, spec, ops, dtype, device, keep_quantized)
-        return loader.load(
-            min(max_positions or spec.max_position, spec.max_position), on_progress or (lambda share: None)
-        )
+        num_positions = min(max_positions or spec.max_position, spec.max_position)
+        model = loader.load(num_positions, on_progress or (lambda share: None))
+        after = allocated(device)
+        if before is not None and after is not None:
+            model.weight_bytes = max(after - before, 0)
+        return model
     finally:
         source.close()
 
@@ -111,7 +116,7 @@ def open_source(files: ModelFiles, spec: ModelSpec) -> WeightSource:
 
 @dataclass(slots=True)
 class _Loader:
-    """One load. Counts what it hands to the backend."""
+    """One load. weight_bytes counts what it hands to the backend."""
 
     source: WeightSource
     spec: ModelSpec
