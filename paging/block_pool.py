@@ -55,9 +55,7 @@ class BlockPool:
         for block in blocks:
             references[block] = 1
         if self.num_cached:
-            # Anonymous blocks are at the head, so only the end of a long take reaches named ones.
-            forget = self._index.forget
-            self.num_cached -= sum(map(forget, blocks))
+            self.num_cached -= self._index.forget(blocks)
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -72,21 +70,21 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Drops a reference to each block of a sequence, given in sequence order.
 
-        They are queued from the last to the first, so that a chain is evicted from its end: without its first blocks
-        the rest of it could not be found.
+        Named ones are queued from the last to the first, so that a chain is evicted from its end: without its first
+        blocks the rest of it could not be found.
         """
         references = self._references
         hash_of = self._index.hash_of
+        anonymous: list[int] = []
+        named: list[int] = []
         for block in reversed(blocks):
             left = references[block] - 1
             references[block] = left
-            if left:
-                continue
-            if hash_of(block) is None:
-                self._free.prepend(block)
-            else:
-                self._free.append(block)
-                self.num_cached += 1
+            if left == 0:
+                (anonymous if hash_of(block) is None else named).append(block)
+        self._free.prepend(anonymous[::-1])
+        self._free.append(named)
+        self.num_cached += len(named)
 
     def name(self, block: int, block_hash: BlockHash) -> None:
         """Makes a held, full block findable by its content. Where the content is known already, nothing happens."""

@@ -43,14 +43,17 @@ class PrefixIndex:
         self._hash_of[block] = block_hash
         return True
 
-    def forget(self, block: int) -> bool:
-        """Drops the block's name, if it has one; returns whether it had."""
-        block_hash = self._hash_of[block]
-        if block_hash is None:
-            return False
-        self._hash_of[block] = None
-        del self._block_of[block_hash]
-        return True
+    def forget(self, blocks: Sequence[int]) -> int:
+        """Drops the names of those blocks that have one; returns how many had."""
+        hash_of, block_of = self._hash_of, self._block_of
+        count = 0
+        for block in blocks:
+            block_hash = hash_of[block]
+            if block_hash is not None:
+                hash_of[block] = None
+                del block_of[block_hash]
+                count += 1
+        return count
 
     def clear(self) -> None:
         for block in self._block_of.values():
