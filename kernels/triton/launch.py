@@ -1,0 +1,96 @@
+"""Launch parameters: tables keyed by architecture and head dim, and the little arithmetic that launchers share.
+
+Configurations are looked up, never autotuned at run time: a tuner would compile and time inside a serving step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """tile: keys a program reads at once; any power of two >= 16, independent of the cache's block size."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """rows: (query, head) pairs a program holds; tile: keys it reads at once. Powers of two >= 16."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the tables are keyed by. arch: "sm_80", "sm_90", "sm_100", "gfx942", or "interpreter"."""
+
+    arch: str
+    num_sms: int
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether e4m3 converts in hardware (the OCP encoding: gfx942 has another one)."""
+        return self.arch not in ("sm_80", "sm_86", "gfx942")
+
+
+def interpreted() -> bool:
+    """Whether Triton was imported under TRITON_INTERPRET=1: kernels then run on the CPU, slowly."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def describe(device: torch.device) -> Target:
+    """The target behind a torch device. A CPU means Triton's interpreter."""
+    if device.type != "cuda":
+        return Target("interpreter", 4)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Target(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
+    return Target(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+
+
+def decode_config(target: Target, head_dim: int) -> DecodeConfig:
+    """Two tiles in flight must fit 64 KiB of shared memory, so that several programs share an SM."""
+    if target.arch == "interpreter":
+        return DecodeConfig(tile=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return DecodeConfig(tile=32, num_warps=4, num_stages=2)
+    if target.arch.startswith("gfx"):
+        return DecodeConfig(tile=32, num_warps=4, num_stages=2)
+    return DecodeConfig(tile=64, num_warps=4, num_stages=3 if head_dim <= 64 else 2)
+
+
+def prefill_config(target: Target, head_dim: int) -> PrefillConfig:
+    """A taller tile reads each key for more queries; registers bound it at head dim 256."""
+    if target.arch == "interpreter":
+        return PrefillConfig(rows=32, tile=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=2)
+    if target.arch.startswith("gfx"):
+        return PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=1)
+    return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3 if head_dim <= 64 else 2)
+
+
+def padded(count: int, *, least: int = 1) -> int:
+    """The power of two that covers count. tl.dot wants at least 16 on every axis."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """What tl.dot multiplies: the activations' dtype. The interpreter has no bfloat16 arithmetic: float32 there."""
+    if dtype == torch.bfloat16:
+        return tl.float32 if interpreted() else tl.bfloat16
+    return {torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
+def scale_or_unit(scale: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
+    """A kernel's pointer argument must be a tensor; without scales it is never read."""
+    return unused if scale is None else scale

@@ -1,0 +1,110 @@
+"""kernels.ops.Ops on Triton: the GPU backend."""
+
+import torch
+import torch.nn.functional as F
+
+from kernels.layout import KVCache, KVCacheSpec, LayerKV
+from kernels.metadata import AttentionMetadata
+from kernels.ops import Linear, QkvLayout, Weight
+from kernels.triton.activation import gated_activation
+from kernels.triton.decode_attention import MAX_QUERY_LEN, decode_attention
+from kernels.triton.kv_write import rope_and_write_kv
+from kernels.triton.launch import decode_config, describe, padded, prefill_config
+from kernels.triton.prefill_attention import prefill_attention
+from kernels.triton.rms_norm import rms_norm
+
+
+class TritonOps:
+    """Layout of the cache: key, value [num_blocks, block_size, num_kv_heads, head_dim], one scale a layer if 8-bit.
+
+    deterministic: a request's attention does not depend on its company (fixed splits; one query, one kernel). It costs
+    parallelism where few requests are long.
+    """
+
+    name = "triton"
+
+    def __init__(self, device: str | torch.device = "cuda", *, deterministic: bool = False) -> None:
+        self._device = torch.device(device)
+        self._target = describe(self._device)
+        self._deterministic = deterministic
+
+    def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
+        """A dense product is the vendor library's business: nothing here beats it."""
+        weight = torch.cat([self._dense(part, dtype) for part in weights])
+        bias = None if bias is None else bias.to(self._device, dtype)
+        return lambda x: F.linear(x, weight, bias)
+
+    def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
+        table = self._dense(weight, dtype)
+        return lambda ids: F.embedding(ids, table)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rms_norm(x, weight, eps, residual=residual), residual
+
+    def rope_and_write_kv(
+        self,
+        qkv: torch.Tensor,
+        layout: QkvLayout,
+        cos_sin: torch.Tensor,
+        layer: LayerKV,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        return rope_and_write_kv(qkv, layout, cos_sin, layer, meta)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        layer: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        num_kv_heads: int,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> torch.Tensor:
+        """Requests with one new token go to the split-KV kernel, also in a mixed batch; prompts to the prefill kernel.
+
+        A batch of up to MAX_QUERY_LEN tokens each is decode as a whole, save in the deterministic form: which kernel
+        computes a query may not depend on the other requests.
+        """
+        head_dim = q.shape[2]
+        out = torch.empty_like(q, memory_format=torch.contiguous_format).flatten(1)
+        max_query = 1
+        if meta.max_query_len <= MAX_QUERY_LEN and not self._deterministic:
+            max_query = padded(meta.max_query_len)
+        if meta.max_query_len <= max_query or meta.num_requests > 1:
+            decode_attention(
+                q, layer, meta, out,
+                scale=scale, config=decode_config(self._target, head_dim), num_sms=self._target.num_sms,
+                window=window, soft_cap=soft_cap, max_query=max_query, deterministic=self._deterministic,
+            )  # fmt: skip
+        if meta.max_query_len > max_query:
+            prefill_attention(
+                q, layer, meta, out,
+                scale=scale, config=prefill_config(self._target, head_dim),
+                window=window, soft_cap=soft_cap, min_query=max_query + 1,
+            )  # fmt: skip
+        return out
+
+    def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+        return gated_activation(gate_up, kind)
+
+    def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+        def layer() -> LayerKV:
+            key, value = (torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2))
+            if spec.dtype.itemsize > 1:
+                return LayerKV(key, value)
+            return LayerKV(key, value, torch.ones((), device=device), torch.ones((), device=device))
+
+        return KVCache(spec, num_blocks, tuple(layer() for _ in range(spec.num_layers)))
+
+    def _dense(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+        matrix = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+        return matrix.to(self._device, dtype)
