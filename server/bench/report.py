@@ -81,11 +81,12 @@ class Report:
     raw: Any = None
 
     def show_table(self, columns: list[str], rows: list[list[str]], *, title: str | None = None) -> None:
-        table = Table(title=title or self.title, title_justify="left")
+        table = Table()
         for i, column in enumerate(columns):
             table.add_column(column, justify="right" if i else "left")
         for row in rows:
             table.add_row(*row)
+        _console().print(title or self.title, style="bold")
         _console().print(table)
 
     def show_environment(self) -> None:
