@@ -140,7 +140,7 @@ class ModelRunner:
         return SampledTokens(handle.step_id, results, handle.failed)
 
     @torch.inference_mode()
-    def warm_up(self, num_tokens: int) -> None:
+    def warm_up(self, num_tokens: int = 256) -> None:
         """Runs a prefill of so many tokens and a decode step that touch no block, so that the first request finds
         kernels compiled, memory mapped and threads running."""
         width = self._page_table.shape[1]
