@@ -33,8 +33,6 @@ class Scheduler:
 
     def __init__(self, *, config: SchedulerConfig, manager: KVCacheManager, max_model_len: int) -> None:
         """Raises ConfigError where a step could not give each running request a token."""
-        if config.policy not in ("fcfs", "priority"):
-            raise ConfigError(f'policy must be "fcfs" or "priority", not "{config.policy}"')
         if config.max_num_batched_tokens < config.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least max_num_seqs "
