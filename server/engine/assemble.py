@@ -1,0 +1,124 @@
+"""Composition root of the engine: from a configuration to a core that can step."""
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.backend import BackendUnavailable, resolve
+from kernels.ops import Ops
+from paging import KVCacheManager
+from server.config import DeviceConfig, EngineConfig
+from server.engine.core import EngineCore
+from server.engine.faults import FaultyRunner
+from server.errors import ConfigError
+from server.models.registry import read_spec
+from server.protocol import Ready
+from server.runner.interface import Runner
+from server.runner.kv_cache import allocate_kv_cache, kv_cache_spec
+from server.runner.memory import estimate_activations, measure_memory, plan
+from server.runner.model_runner import ModelRunner
+from server.scheduler.scheduler import Scheduler
+from server.weights.load import load_model
+from server.weights.locate import locate
+
+Report = Callable[[str, float], None]
+"""Gets the phase and the share of it that is done."""
+
+_WARM_UP_TOKENS = 64
+
+
+def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
+    """Loads the model, sizes and allocates the KV cache, warms up. Raises StartupError."""
+    device = _device(config.device)
+    if config.device.num_threads is not None:
+        torch.set_num_threads(config.device.num_threads)
+    files = locate(config.model.model)
+    spec = read_spec(files)
+    dtype = _dtype(config.model.dtype, device)
+    ops = _ops(config.device, device)
+    model = load_model(
+        files,
+        spec,
+        ops,
+        dtype=dtype,
+        device=device,
+        max_positions=config.model.max_model_len,
+        keep_quantized=config.model.quantization == "auto",
+        on_progress=lambda share: report("loading weights", share),
+    )
+    report("allocating KV cache", 0.0)
+    kv_spec = kv_cache_spec(spec, block_size=config.cache.block_size, dtype=dtype)
+    memory = measure_memory(device)
+    num_seqs, num_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    room = plan(
+        spec,
+        kv_spec,
+        memory,
+        weights=model.weight_bytes,
+        activations=estimate_activations(spec, num_tokens=num_tokens, num_sequences=num_seqs, dtype=dtype),
+        max_num_seqs=num_seqs,
+        max_model_len=config.model.max_model_len,
+        num_blocks=config.cache.num_blocks,
+        kv_cache_memory=config.cache.kv_cache_memory,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization if device.type == "cuda" else None,
+    )
+    kv_cache = allocate_kv_cache(ops, kv_spec, num_blocks=room.num_blocks, device=device)
+    manager = KVCacheManager(
+        num_blocks=room.num_blocks,
+        block_size=config.cache.block_size,
+        max_requests=num_seqs,
+        max_blocks_per_request=-(-room.max_model_len // config.cache.block_size),
+        enable_prefix_cache=config.cache.prefix_cache,
+    )
+    scheduler = Scheduler(config=config.scheduler, manager=manager, max_model_len=room.max_model_len)
+    runner = ModelRunner(
+        model=model,
+        kv_cache=kv_cache,
+        page_table=manager.page_table.view,
+        max_num_seqs=num_seqs,
+        device=device,
+    )
+    report("warming up", 0.0)
+    runner.warm_up(_WARM_UP_TOKENS)
+    ready = Ready(
+        max_model_len=room.max_model_len,
+        num_blocks=room.num_blocks,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        vocab_size=spec.vocab_size,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        backend=ops.name,
+        ledger=room.ledger,
+    )
+    return EngineCore(scheduler=scheduler, runner=_with_faults(runner, config.faults)), ready
+
+
+def _ops(config: DeviceConfig, device: torch.device) -> Ops:
+    try:
+        return resolve(config.backend, str(device))
+    except BackendUnavailable as error:
+        raise ConfigError(f"--backend {config.backend}: {error}") from None
+
+
+def _with_faults(runner: Runner, faults: str) -> Runner:
+    return FaultyRunner(runner, faults) if faults else runner
+
+
+def _device(config: DeviceConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this PyTorch sees no GPU; use --device cpu, or install a CUDA build of torch")
+    return torch.device(config.device)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is 16 bits wherever the hardware multiplies them natively."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
