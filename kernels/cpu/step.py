@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels.layout import NULL_BLOCK
 from kernels.metadata import AttentionMetadata
 
 MAX_GATHERED_TOKENS = 8192
@@ -149,8 +148,7 @@ def plan_attention(meta: AttentionMetadata, shape: AttentionShape) -> AttentionP
             some = np.array(members[i : i + step])
             columns = first_blocks[some, None] + np.arange(width)
             inside = np.arange(width) < num_blocks[some, None]
-            blocks = page_table[some[:, None], np.where(inside, columns, 0)]
-            blocks = np.where(inside, blocks, NULL_BLOCK)
+            blocks = page_table[some[:, None], np.where(inside, columns, 0)]  # padding reads some block, and is masked
             decodes.append(_decode_group(starts[some], seq_lens[some], first_blocks[some], blocks, shape))
     widest = max((tile.last - tile.first for extend in extends for tile in extend.tiles), default=0)
     return AttentionPlan(tuple(decodes), tuple(extends), _extend_mask(widest, shape))
