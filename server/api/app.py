@@ -1,0 +1,99 @@
+"""The HTTP application, put together. Serves from the first second: an engine that still loads is a 503, not a wait."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.admin import admin_router
+from server.api.auth import PROBES, ApiKeyGuard
+from server.api.chat import chat_router
+from server.api.completions import completions_router
+from server.api.errors import as_serving_error, error_response, on_http_exception, reject_reason
+from server.api.request_log import RequestLog
+from server.api.routing import SCHEMA_REF
+from server.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from server.api.service import ModelInfo, Service
+from server.api.tokenize import tokenize_router
+from server.config import ApiConfig
+from server.errors import ClientFault, EngineFault, RequestTimeout, StepFailed
+from server.frontend.client import EngineClient
+from server.metrics.prometheus import Metrics
+from server.tokenizer import ChatTemplate, Tokenizer
+
+_BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+
+
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Request bodies are parsed by hand, so their schemas are put in by hand."""
+        if self.openapi_schema is None:
+            document = get_openapi(title=self.title, version=self.version, routes=self.routes)
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            for body in _BODIES:
+                schema = body.model_json_schema(ref_template=SCHEMA_REF)
+                schemas.update(schema.pop("$defs", {}))
+                schemas[body.__name__] = schema
+            self.openapi_schema = document
+        return self.openapi_schema
+
+
+def create_app(
+    *,
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    model: ModelInfo,
+    config: ApiConfig,
+    metrics: Metrics,
+) -> FastAPI:
+    """The engine need not have been started; starting and stopping it is the caller's business."""
+    metrics.bind(client.state)
+    service = Service(
+        client=client, tokenizer=tokenizer, chat_template=chat_template, model=model, config=config, metrics=metrics
+    )
+    app = _App(title="pageturner", version=_version(), redirect_slashes=False, docs_url=None, redoc_url=None)
+    for router in (
+        completions_router(service),
+        chat_router(service),
+        tokenize_router(service),
+        admin_router(service, version=_version()),
+    ):
+        app.include_router(router)
+    _handle_errors(app, metrics)
+    open_paths = PROBES if config.metrics_need_key else PROBES | {"/metrics"}
+    app.add_middleware(ApiKeyGuard, keys=config.api_keys, open_paths=open_paths, metrics=metrics)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestLog, enabled=config.log_requests)  # added last: outermost
+    return app
+
+
+def _handle_errors(app: FastAPI, metrics: Metrics) -> None:
+    async def on_serving_error(_request: Request, error: Exception) -> Response:
+        shown = as_serving_error(error)
+        if not isinstance(shown, StepFailed | RequestTimeout):
+            metrics.reject(reject_reason(shown))
+        return error_response(shown)
+
+    app.add_exception_handler(ClientFault, on_serving_error)
+    app.add_exception_handler(EngineFault, on_serving_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+
+
+def _version() -> str:
+    try:
+        return version("pageturner")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,198 @@
+"""Request bodies. Types are strict: "hot" is no temperature, true is no number. frontend.params checks the ranges."""
+
+import logging
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from server.errors import InvalidRequest
+from server.frontend.params import SamplingOptions
+from server.metrics.logging import log_event
+
+logger = logging.getLogger("pageturner.api")
+
+_MAX_UNKNOWN_NAMES = 256
+_seen_unknown: set[str] = set()
+
+
+class Body(BaseModel):
+    """A JSON object. Unknown fields are ignored, and logged once each."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+_B = TypeVar("_B", bound=Body)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """What completions and chat completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    timeout: float | None = None
+    user: str | None = None
+
+    def sampling_options(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+        return SamplingOptions(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+            ignore_eos=bool(self.ignore_eos),
+            stop_token_ids=self.stop_token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage) or self.continuous_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionBody(GenerationBody):
+    prompt: Annotated[
+        Any,
+        Field(
+            description="Text, token ids, or a list of either",
+            json_schema_extra={
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "string"}},
+                    {"type": "array", "items": {"type": "integer"}},
+                    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+                ]
+            },
+        ),
+    ]
+    max_tokens: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatTemplateFields(Body):
+    """How messages become a prompt; /tokenize takes these as well."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(GenerationBody, ChatTemplateFields):
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    store: bool | None = None
+    metadata: Any = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class TokenizeBody(Body):
+    """Either prompt or messages; the other fields are those of the one or the other."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeTextBody(Body):
+    prompt: str
+    add_special_tokens: bool | None = None
+
+
+class TokenizeChatBody(ChatTemplateFields):
+    pass
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+def parse(body_type: type[_B], body: bytes) -> _B:
+    """Raises InvalidRequest that names the field, also for what is no JSON, no UTF-8 or no object."""
+    try:
+        parsed = body_type.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error) from None
+    for name in parsed.model_extra or ():
+        _note_unknown(name)
+    return parsed
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    if first["type"] == "model_type":
+        return InvalidRequest("The body must be a JSON object")
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is missing", param=param)
+    return InvalidRequest(f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param)
+
+
+def _note_unknown(name: str) -> None:
+    if name not in _seen_unknown and len(_seen_unknown) < _MAX_UNKNOWN_NAMES:
+        _seen_unknown.add(name)
+        log_event(logger, "unknown request field ignored", field=name[:80])

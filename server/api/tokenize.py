@@ -1,0 +1,51 @@
+"""POST /tokenize and /detokenize, as vLLM has them: for a text or for chat messages."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.api.chat_prompt import read_chat_prompt
+from server.api.errors import json_response
+from server.api.routing import add_post
+from server.api.schemas import DetokenizeBody, TokenizeBody, TokenizeChatBody, TokenizeTextBody, parse
+from server.api.service import Service
+from server.errors import InvalidRequest
+from server.frontend.params import check_token_ids
+
+
+def tokenize_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    async def tokenize(_request: Request, raw: bytes) -> Response:
+        body = parse(TokenizeBody, raw)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        service.check_model(body.model)
+        if body.messages is not None:
+            chat = parse(TokenizeChatBody, raw)
+            token_ids = (await read_chat_prompt(chat, service, tools=chat.tools)).token_ids
+        else:
+            text = parse(TokenizeTextBody, raw)
+            token_ids = await service.encode(
+                text.prompt, add_special_tokens=text.add_special_tokens is not False, param="prompt"
+            )
+        ready = service.client.state.ready
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": None if ready is None else ready.max_model_len,
+            "tokens": token_ids,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [service.tokenizer.token_text(token_id) for token_id in token_ids]
+        return json_response(answer)
+
+    async def detokenize(_request: Request, raw: bytes) -> Response:
+        body = parse(DetokenizeBody, raw)
+        service.check_model(body.model)
+        check_token_ids(body.tokens, service.tokenizer.vocab_size, param="tokens")
+        return json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    add_post(router, "/tokenize", tokenize, service=service, body_type=TokenizeBody)
+    add_post(router, "/detokenize", detokenize, service=service, body_type=DetokenizeBody)
+    return router
