@@ -1,8 +1,9 @@
 """A model made of arithmetic, run through the real scheduler, page table and prefix cache.
 
 The value that the fake model stores for a position depends on all tokens up to it, as real keys and values do, and the
-next token depends on all stored values, which are read THROUGH the page table. So a wrong block, a stale block, a prefix
-shared by mistake or a token computed out of turn changes the answer. `expected_tokens` computes the same without any of it.
+next token depends on all stored values, which are read THROUGH the page table. So a wrong block, a stale block, a
+prefix shared by mistake or a token computed out of turn changes the answer. `expected_tokens` computes the same without
+any of it.
 """
 
 from collections.abc import Iterable
