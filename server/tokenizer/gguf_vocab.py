@@ -5,6 +5,7 @@ whose regular expressions are known by that name only. "llama" is SentencePiece 
 follow from them: of all pairs of neighbors that form a token, the token with the best score is formed first.
 """
 
+import re
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -46,6 +47,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 }
 _WHOLE_TOKENS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 """A piece that is in the vocabulary becomes that token, whatever the merges would make of it. These also want a BOS."""
+_INNER_SPACE = re.compile("[^▁]▁")
 _COMPOSES_UNICODE = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 
@@ -154,6 +156,9 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Backend:
     adds_space = metadata.get(_PREFIX + "add_space_prefix", True) is not False
     to_pieces = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_pieces]) if adds_space else to_pieces
+    if not any(_INNER_SPACE.search(token) for token in tokens):
+        # No token spans a word's end: splitting there changes nothing, and merging is no longer quadratic in the text.
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex("▁+[^▁]*|[^▁]+"), behavior="isolated")
     strip = [decoders.Strip(content=" ", left=1, right=0)] if adds_space else []
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip],

@@ -19,7 +19,8 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, Undefined, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -126,6 +127,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.globals.pop("lipsum")
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        """Jinja's own prints as nothing, and fails only where it is used further."""
+        raise SecurityError(f"{attribute!r} of {type(obj).__name__!r} is out of bounds")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
