@@ -4,18 +4,21 @@ import asyncio
 import dataclasses
 import signal
 import socket
+import time
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from server.api.app import create_app
+from server.api.service import ModelInfo
 from server.config import ServerConfig
 from server.errors import ConfigError, StartupError
 from server.frontend.engine_client import SupervisedEngine
 from server.frontend.launcher import ProcessLauncher
 from server.metrics.logging import configure_logging
 from server.metrics.prometheus import Metrics
+from server.models.registry import read_spec
 from server.terminal import console, show_loading, show_ready
 from server.tokenizer import ChatTemplate, load_tokenizer
 from server.weights.locate import ModelFiles, locate
@@ -39,7 +42,7 @@ class _Server(uvicorn.Server):
 
 def run(config: ServerConfig) -> int:
     """Serves until a signal ends it. Raises StartupError where it can't start."""
-    configure_logging(format=config.api.log_format, level=config.api.log_level)
+    configure_logging(log_format=config.api.log_format, level=config.api.log_level)
     files = locate(config.engine.model.model)
     template = _chat_template(config, files)
     with _listen(config) as sock, asyncio.Runner(loop_factory=_new_event_loop) as runner:
@@ -83,23 +86,25 @@ async def _serve(config: ServerConfig, files: ModelFiles, template: ChatTemplate
     engine_config = dataclasses.replace(
         config.engine, model=dataclasses.replace(config.engine.model, model=str(files.path))
     )
+    name = config.engine.model.served_model_name or files.name
+    metrics = Metrics(namespace=config.api.metrics_namespace, model_name=name)
     client = SupervisedEngine(
         ProcessLauncher(),
         engine_config,
         max_queue=config.api.limits.max_queue,
         step_timeout_s=config.api.step_timeout_s,
+        on_step=metrics.on_step,
     )
     await client.start()
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, files)
-        name = config.engine.model.served_model_name or files.name
         app = create_app(
             client=client,
             tokenizer=tokenizer,
             chat_template=template,
-            model_name=name,
+            model=ModelInfo(name=name, created=int(time.time())),
             config=config.api,
-            metrics=Metrics(namespace=config.api.metrics_namespace, model_name=name),
+            metrics=metrics,
         )
         stop_asked = asyncio.Event()
         server = _Server(
@@ -140,7 +145,7 @@ async def _until_signal(
         name=name,
         url=f"http://{host}:{port}",
         asked_max_model_len=config.engine.model.max_model_len,
-        model_max_len=ready.max_model_len,
+        model_max_len=read_spec(files).max_position,
     )
     engine_failed = asyncio.create_task(client.wait_failed())
     await asyncio.wait([signal_seen, engine_failed], return_when=asyncio.FIRST_COMPLETED)
