@@ -42,7 +42,6 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         ops,
         dtype=dtype,
         device=device,
-        max_positions=config.model.max_model_len,
         keep_quantized=config.model.quantization == "auto",
         on_progress=lambda share: report("loading weights", share),
     )

@@ -10,6 +10,7 @@ import torch
 from kernels.layout import KVCache
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, Ops, QkvLayout
+from server.models.rope import rope_table
 from server.models.spec import ModelSpec
 
 
@@ -17,7 +18,7 @@ from server.models.spec import ModelSpec
 class DecoderLayer:
     """One layer's packed weights. Norm weights are [C] in the activations' dtype.
 
-    cos_sin: float32[positions, rotary_dim], shared between the layers of one kind.
+    local_rope: whether the spec's local embedding is this layer's.
     post_attention_norm, post_mlp_norm: only where the family norms what it adds to the residual (Gemma 3).
     """
 
@@ -28,7 +29,7 @@ class DecoderLayer:
     mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
-    cos_sin: torch.Tensor
+    local_rope: bool
     window: int
     post_attention_norm: torch.Tensor | None = None
     post_mlp_norm: torch.Tensor | None = None
@@ -50,8 +51,11 @@ class Decoder:
         layers: list[DecoderLayer],
         final_norm: torch.Tensor,
         lm_head: Linear,
+        freq_factors: torch.Tensor | None,
+        device: torch.device,
         weight_bytes: int,
     ) -> None:
+        """freq_factors: see rope.rope_table."""
         self.spec = spec
         self.ops = ops
         self.dtype = dtype
@@ -60,6 +64,18 @@ class Decoder:
         self._layers = layers
         self._final_norm = final_norm
         self._lm_head = lm_head
+        self._freq_factors = freq_factors
+        self._device = device
+        self._cos_sin = self._local_cos_sin = torch.empty(0)
+        self.prepare_positions(1)
+
+    def prepare_positions(self, num_positions: int) -> None:
+        """Computes RoPE for so many positions; `forward` takes none beyond. A context of millions is a table of
+        gigabytes, so this waits until it is known how many the KV cache holds."""
+        spec = self.spec
+        self._cos_sin = rope_table(spec.rope, num_positions, freq_factors=self._freq_factors).to(self._device)
+        local = None if spec.local_rope is None else rope_table(spec.local_rope, num_positions).to(self._device)
+        self._local_cos_sin = self._cos_sin if local is None else local
 
     def forward(
         self, token_ids: torch.Tensor, meta: AttentionMetadata, cache: KVCache, rows: torch.Tensor | None = None
@@ -96,7 +112,8 @@ class Decoder:
     ) -> torch.Tensor:
         """[T, C] -> [T, H * D], before the output projection."""
         qkv = layer.qkv(x)  # [T, (H + 2 * KVH) * D]
-        q = self.ops.rope_and_write_kv(qkv, layer.qkv_layout, layer.cos_sin, cache[index], meta)  # [T, H, D]
+        cos_sin = self._local_cos_sin if layer.local_rope else self._cos_sin
+        q = self.ops.rope_and_write_kv(qkv, layer.qkv_layout, cos_sin, cache[index], meta)  # [T, H, D]
         return self.ops.attention(
             q,
             cache[index],

@@ -6,7 +6,7 @@ from typing import Any
 
 from server.errors import ModelLoadError
 
-LARGEST = 1 << 31
+LARGEST = 1 << 30
 
 
 class Fields:
@@ -21,14 +21,14 @@ class Fields:
         """The raw value; None where it is absent or null."""
         return self.values.get(self.prefix + key)
 
-    def int(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def int(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
         value = self.get(key)
         if value is None:
             value = default
         if value is None:
             raise ModelLoadError(f"{self.where} has no {self.prefix}{key}")
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
-            raise ModelLoadError(f"{self.where}: {self.prefix}{key} = {value!r} is not an integer >= {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ModelLoadError(f"{self.where}: {self.prefix}{key} = {value!r} is not an integer in {least}..{most}")
         return value
 
     def float(self, key: str, default: float | None = None, *, positive: bool = True) -> float:

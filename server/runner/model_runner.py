@@ -71,6 +71,7 @@ class ModelRunner:
         self._device = device
         self._start_grammar = start_grammar
         self._rows: list[_Row | None] = [None] * max_num_seqs
+        model.prepare_positions(min(page_table.shape[1] * kv_cache.spec.block_size, model.spec.max_position))
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> StepHandle:
@@ -115,8 +116,9 @@ class ModelRunner:
         return handle
 
     @torch.inference_mode()
-    def collect(self, handle: StepHandle) -> SampledTokens:
-        """Samples, and tells each row its token."""
+    def collect(self, handle: object) -> SampledTokens:
+        """Samples, and tells each row its token. handle: what launch returned."""
+        assert isinstance(handle, StepHandle)
         if handle.logits is None:
             return SampledTokens(handle.step_id, [], handle.failed)
         states = [row.sampling for row in handle.rows if row.sampling is not None]

@@ -9,7 +9,6 @@ import torch
 from kernels.ops import Linear, Ops, QkvLayout, QuantizedWeight, Weight
 from server.errors import ModelLoadError, WeightMismatch
 from server.models.decoder import Decoder, DecoderLayer
-from server.models.rope import rope_table
 from server.models.spec import ModelSpec
 from server.weights.footprint import allocated
 from server.weights.gguf_source import GgufSource
@@ -79,15 +78,14 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    max_positions: int | None = None,
     keep_quantized: bool = True,
     on_progress: Callable[[float], None] | None = None,
 ) -> Decoder:
     """Loads a checkpoint.
 
-    dtype: of the activations and of every weight that is not kept quantised. max_positions: how many positions to
-    prepare RoPE for, at most and by default the spec's. keep_quantized: whether the backend gets a GGUF's quantised
-    matrices as they are, and may keep them so. on_progress: gets the share done, 0..1, after each layer.
+    dtype: of the activations and of every weight that is not kept quantised. keep_quantized: whether the backend gets
+    a GGUF's quantised matrices as they are, and may keep them so. on_progress: gets the share done, 0..1, after each
+    layer.
 
     Only one layer's tensors exist twice at any time. Raises ModelLoadError, WeightMismatch.
     """
@@ -96,8 +94,7 @@ def load_model(
         check_names(spec, source)
         before = allocated(device)
         loader = _Loader(source, spec, ops, dtype, device, keep_quantized)
-        num_positions = min(max_positions or spec.max_position, spec.max_position)
-        model = loader.load(num_positions, on_progress or (lambda share: None))
+        model = loader.load(on_progress or (lambda share: None))
         after = allocated(device)
         if before is not None and after is not None:
             model.weight_bytes = max(after - before, 0)
@@ -126,7 +123,7 @@ class _Loader:
     keep_quantized: bool
     weight_bytes: int = 0
 
-    def load(self, num_positions: int, on_progress: Callable[[float], None]) -> Decoder:
+    def load(self, on_progress: Callable[[float], None]) -> Decoder:
         spec = self.spec
         steps = spec.num_layers + 2
         embedding = self._weight(EMBEDDING)
@@ -135,11 +132,9 @@ class _Loader:
         del embedding
         on_progress(1 / steps)
         factors = dense(self.source.get(ROPE_FACTORS), torch.float32) if ROPE_FACTORS in self.source.shapes else None
-        rope = rope_table(spec.rope, num_positions, freq_factors=factors).to(self.device)
-        local = rope if spec.local_rope is None else rope_table(spec.local_rope, num_positions).to(self.device)
         layers = []
         for index in range(spec.num_layers):
-            layers.append(self._layer(index, local if spec.windows[index] else rope))
+            layers.append(self._layer(index))
             on_progress((index + 2) / steps)
         final_norm = self._norm(FINAL_NORM)
         on_progress(1.0)
@@ -151,6 +146,8 @@ class _Loader:
             layers=layers,
             final_norm=final_norm,
             lm_head=lm_head,
+            freq_factors=factors,
+            device=self.device,
             weight_bytes=self.weight_bytes,
         )
 
@@ -170,7 +167,7 @@ class _Loader:
         self._count(head)
         return head
 
-    def _layer(self, index: int, cos_sin: torch.Tensor) -> DecoderLayer:
+    def _layer(self, index: int) -> DecoderLayer:
         spec = self.spec
         prefix = f"model.layers.{index}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -192,7 +189,7 @@ class _Loader:
             mlp_norm=self._norm(f"{prefix}pre_feedforward_layernorm.weight") if sandwich else after,
             gate_up=self._linear([f"{mlp}gate_proj", f"{mlp}up_proj"], spec.mlp_bias),
             down=self._linear([f"{mlp}down_proj"], spec.mlp_bias),
-            cos_sin=cos_sin,
+            local_rope=spec.local_rope is not None and spec.windows[index] > 0,
             window=spec.windows[index],
             post_attention_norm=after if sandwich else None,
             post_mlp_norm=self._norm(f"{prefix}post_feedforward_layernorm.weight") if sandwich else None,
