@@ -9,7 +9,7 @@ from server.api.service import ENCODE_IN_THREAD_CHARS, RawPrompt, Service
 from server.errors import InvalidRequest
 from server.tokenizer import ChatTemplate, encode_chat
 
-_FIELDS = frozenset({"add_generation_prompt", "continue_final_message"})
+_FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Have fields of their own, so chat_template_kwargs can't set them."""
 
 

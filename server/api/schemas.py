@@ -185,7 +185,7 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     param = ".".join(str(part) for part in first["loc"]) or None
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    if first["type"] == "model_type":
+    if first["type"] == "model_type" and param is None:
         return InvalidRequest("The body must be a JSON object")
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is missing", param=param)

@@ -44,7 +44,7 @@ class FakeState:
 
 
 class FakeEngine:
-    """script: the tokens of a request's answer, without end. error: raised at the door. hold: waits before each token."""
+    """script: the tokens of a request's answer. error: raised at the door. hold: waits before each token."""
 
     def __init__(self, script: Script) -> None:
         self.state = FakeState()

@@ -126,7 +126,7 @@ async def test_stream_of_many_choices(server: Server) -> None:
     ],
 )
 async def test_usage_in_streams(server: Server, options: dict[str, Any], usages: str) -> None:
-    """Guards stream_options: no usage unasked for; asked for, one last chunk without choices and with the plain numbers."""
+    """Guards stream_options: no usage unasked for; else one last chunk without choices, with the plain numbers."""
     body = {"prompt": "Hi", "max_tokens": 5, "stream_options": options}
     chunks = (await server.events("/v1/completions", body))[:-1]
     plain = await server.complete("Hi", max_tokens=5)
@@ -188,7 +188,7 @@ async def test_prompt_logprobs_and_token_ids(server: Server) -> None:
     assert [e["choices"][0]["prompt_logprobs"] for e in events if "prompt_logprobs" in e["choices"][0]] == [
         choice["prompt_logprobs"]
     ]
-    assert sum((e["choices"][0]["token_ids"] for e in events), []) == choice["token_ids"]
+    assert [t for e in events for t in e["choices"][0]["token_ids"]] == choice["token_ids"]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.ABORT])
