@@ -17,7 +17,7 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing(tmp_path):
     body = {
         "model": DEFAULT_MODEL,
         "prompt": "Once upon a time",
-        "max_tokens": 150,
+        "max_tokens": 80,
         "stream": True,
         "ignore_eos": True,
         "stream_options": {"include_usage": True},
@@ -40,7 +40,7 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing(tmp_path):
         assert server.terminate() == 0
         reader.join(EXIT_LIMIT_S)
         assert events[-1] == "data: [DONE]"
-        assert json.loads(events[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 150
+        assert json.loads(events[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 80
         assert family
         assert psutil.wait_procs(family, timeout=EXIT_LIMIT_S)[1] == []
 

@@ -129,8 +129,8 @@ def test_a_seed_repeats_and_no_seed_varies(client):
 @pytest.mark.parametrize(
     ("change", "error", "param"),
     [
-        ({"temperature": 9}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": -1}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": 10**6}, openai.BadRequestError, None),
         ({"n": 10**6}, openai.BadRequestError, "n"),
         ({"model": "another"}, openai.NotFoundError, None),
