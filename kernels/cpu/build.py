@@ -1,7 +1,7 @@
 """Compiles kernels/cpu/native for this machine, once, into a per-user cache. By hand: `python -m kernels.cpu.build`.
 
-A library is named after the sources, the processor, the compiler and torch's OpenMP runtime, so a change of any of them
-builds anew. It is loaded as code: a cache folder or file that somebody else owns or may write to is refused.
+A library is named after the sources, the processor and the compiler, so a change of any of them builds anew. It is
+loaded as code: a cache folder or file that somebody else owns or may write to is refused.
 """
 
 import contextlib
@@ -18,22 +18,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 SOURCES = Path(__file__).parent / "native"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
-    *(
-        "-std=c++17",
-        "-O3",
-        "-fPIC",
-        "-fopenmp",
-        "-fno-exceptions",
-        "-fno-rtti",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-    ),
-    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
+    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-exceptions", "-fno-rtti"),
+    *("-fno-math-errno", "-fno-trapping-math"),  # and no more: NaN and infinity mean something here
+    *("-Wall", "-Wextra", "-Wno-psabi"),
     *("-Wno-maybe-uninitialized", "-Wno-uninitialized"),  # raised by the compiler's own AVX-512 header
 )
 TUNING = ("-march=native", "-mcpu=native")
@@ -65,7 +55,7 @@ def library(folder: Path | None = None) -> Path:
             raise NativeBuildError(f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
         target = built[-1]
     else:
-        target = folder / f"{prefix}-{_digest(_identity(compiler), ' '.join(FLAGS).encode(), _openmp_name())}.so"
+        target = folder / f"{prefix}-{_digest(_identity(compiler), ' '.join(FLAGS).encode())}.so"
         if not target.exists():
             _build(compiler, target)
     _refuse_shared(target)
@@ -126,20 +116,9 @@ def _compile(compiler: Path, flags: Sequence[str], scratch: Path, made: Path) ->
             process.wait()
     if errors:
         return errors[0]
-    openmp = _torch_openmp()
-    link = [str(compiler), "-shared", *objects, "-o", str(made), str(openmp) if openmp else "-fopenmp"]
+    link = [str(compiler), "-shared", "-pthread", *objects, "-o", str(made)]
     linked = subprocess.run(link, capture_output=True, timeout=TIMEOUT_S, check=False)
     return linked.stderr.decode(errors="replace").strip()[:2000] if linked.returncode else None
-
-
-def _torch_openmp() -> Path | None:
-    """The OpenMP runtime inside the torch wheel. Linked by its own name, so that both share one pool of threads."""
-    return next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
-
-
-def _openmp_name() -> bytes:
-    path = _torch_openmp()
-    return path.name.encode() if path else b"system"
 
 
 def _source_bytes() -> bytes:

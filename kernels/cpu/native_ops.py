@@ -10,9 +10,10 @@ import torch
 
 from kernels.cpu import CpuOps
 from kernels.cpu.native_lib import DTYPES, Step, load, step_of
+from kernels.cpu.native_linear import QuantizedEmbedding, QuantizedLinear, keeps
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
-from kernels.ops import QkvLayout
+from kernels.ops import Linear, QkvLayout, Weight
 
 ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1}
 MAX_HEAD_DIM: Final = 512
@@ -35,7 +36,8 @@ class NativeOps(CpuOps):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lib = load()
+        self.lib: Final = load()
+        self.keeps_quantized: Final = bool(self.lib.pt_quant_supported())
         self._step: tuple[AttentionMetadata, Step] | None = None  # every layer of a step passes the same metadata
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
@@ -52,6 +54,19 @@ class NativeOps(CpuOps):
             for _ in range(spec.num_layers)
         ]
         return KVCache(spec, num_blocks, tuple(layers))
+
+    def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
+        """In bfloat16, quantised weights stay so; in float32 they are dequantised: that path is exact."""
+        kept = [weight for weight in weights if keeps(weight)]
+        if dtype is torch.bfloat16 and len(kept) == len(weights) and self.keeps_quantized:
+            return QuantizedLinear(self.lib, kept, bias)
+        return super().pack_linear(weights, bias, dtype=dtype)
+
+    def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
+        """A quantised table stays so, in every dtype."""
+        if keeps(weight) and dtype in DTYPES:
+            return QuantizedEmbedding(self.lib, weight, dtype)
+        return super().pack_embedding(weight, dtype=dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float32):
@@ -76,7 +91,7 @@ class NativeOps(CpuOps):
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
     ) -> None:
         size = x.shape[-1]
-        self._lib.pt_norm(
+        self.lib.pt_norm(
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
             weight.data_ptr(),
@@ -95,7 +110,7 @@ class NativeOps(CpuOps):
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, size))
-        self._lib.pt_gated(
+        self.lib.pt_gated(
             gate_up.data_ptr(),
             out.data_ptr(),
             rows,
@@ -122,7 +137,7 @@ class NativeOps(CpuOps):
         q_norm = None if layout.q_norm is None else layout.q_norm.float().contiguous()
         k_norm = None if layout.k_norm is None else layout.k_norm.float().contiguous()
         q = qkv.new_empty((meta.num_tokens, layout.num_heads, layout.head_dim))
-        self._lib.pt_rope(
+        self.lib.pt_rope(
             self._step_of(meta),
             qkv.data_ptr(),
             q.data_ptr(),
@@ -161,7 +176,7 @@ class NativeOps(CpuOps):
         rows, heads, dim = q.shape
         cached = q.to(layer.key.dtype).contiguous()
         out = torch.empty_like(cached)
-        failed = self._lib.pt_attention(
+        failed = self.lib.pt_attention(
             self._step_of(meta),
             cached.data_ptr(),
             out.data_ptr(),

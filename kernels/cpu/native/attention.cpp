@@ -10,6 +10,7 @@
 // result of a row therefore has the same bits whatever the batch, the prefill chunk, the number of threads.
 #include <cstdlib>
 
+#include "pool.h"
 #include "step.h"
 #include "vec.h"
 
@@ -382,16 +383,9 @@ int run(const Task &task) {
     list_items(task, items, &partials);
     bool alone = visible_keys(*task.step) * task.num_heads * task.dim < 131072;
     int threads = alone ? 1 : task.step->threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < count; i++) run_item<BF16_KV, T>(task, items[i], workspace);
-        if (partials) {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < count; i++)
-                if (items[i].segment >= 0) merge_item<T>(task, items[i], workspace);
-        }
-    }
+    pool::parallel_for(count, threads, [&](int64_t i) { run_item<BF16_KV, T>(task, items[i], workspace); });
+    for (int64_t i = 0; partials && i < count; i++)
+        if (items[i].segment >= 0) merge_item<T>(task, items[i], workspace);
     free(items);
     free(workspace);
     return 0;

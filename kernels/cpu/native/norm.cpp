@@ -1,8 +1,19 @@
 // RMSNorm, residual add + RMSNorm, gated activations. Rows are independent: a row's result never depends on its company.
+#include "pool.h"
 #include "step.h"
 #include "vec.h"
 
 namespace {
+
+// row(t) for every row, in pieces of at least 16384 elements' work: less isn't worth a second thread.
+template <class Row>
+void by_rows(int64_t rows, int64_t row_size, int threads, const Row &row) {
+    int64_t step = 16384 / (row_size + 1) + 1;
+    pool::parallel_for((rows + step - 1) / step, threads, [&](int64_t piece) {
+        int64_t last = (piece + 1) * step < rows ? (piece + 1) * step : rows;
+        for (int64_t t = piece * step; t < last; t++) row(t);
+    });
+}
 
 template <class T>
 INLINE float sum_of_squares(const T *x, int64_t n) {
@@ -39,11 +50,10 @@ INLINE void add_row(const T *x, T *residual, int64_t n) {
 
 template <class T, class W>
 void norm(const T *x, T *residual, const W *weight, T *out, int64_t rows, int64_t n, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * n > 65536)
-    for (int64_t t = 0; t < rows; t++) {
+    by_rows(rows, n, threads, [&](int64_t t) {
         if (residual) add_row(x + t * n, residual + t * n, n);
         scale_row((residual ? residual : x) + t * n, weight, out + t * n, n, eps);
-    }
+    });
 }
 
 template <int KIND>
@@ -54,15 +64,14 @@ INLINE vf activate(vf gate) {
 
 template <int KIND, class T>
 void gated(const T *gate_up, T *out, int64_t rows, int64_t n, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * n > 16384)
-    for (int64_t t = 0; t < rows; t++) {
+    by_rows(rows, 4 * n, threads, [&](int64_t t) {
         const T *gate = gate_up + t * 2 * n, *up = gate + n;
         int64_t i = 0;
         for (; i + LANES <= n; i += LANES)
             store_floats(out + t * n + i, activate<KIND>(load_floats(gate + i)) * load_floats(up + i));
         int rest = (int)(n - i);
         if (rest) store_floats(out + t * n + i, activate<KIND>(load_floats(gate + i, rest)) * load_floats(up + i, rest), rest);
-    }
+    });
 }
 
 template <class T>

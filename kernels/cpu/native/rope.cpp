@@ -1,4 +1,5 @@
 // Per-head RMSNorm (optional), RoPE ("rotate half") and the KV-cache write, one pass over the merged QKV projection.
+#include "pool.h"
 #include "step.h"
 #include "vec.h"
 
@@ -46,18 +47,17 @@ template <class T, class K>
 void rope(const Step &step, const T *qkv, T *q_out, K *key, K *value, const float *cos_sin, const float *q_norm,
           const float *k_norm, const Heads &h) {
     int64_t width = (int64_t)(h.num_heads + 2 * h.num_kv_heads) * h.dim;
-#pragma omp parallel for num_threads(step.threads) schedule(static) if (step.num_tokens * width > 32768)
-    for (int t = 0; t < step.num_tokens; t++) {
+    auto token = [&](int64_t t) {
         float x[512], tmp[512];
         const float *cos = cos_sin + step.positions[t] * h.rotary_dim, *sin = cos + h.rotary_dim / 2;
         const T *src = qkv + t * width;
         for (int head = 0; head < h.num_heads; head++, src += h.dim) {
             head_to_float(src, q_norm, cos, sin, h, x, tmp);
-            T *out = q_out + ((int64_t)t * h.num_heads + head) * h.dim;
+            T *out = q_out + (t * h.num_heads + head) * h.dim;
             for (int d = 0; d < h.dim; d++) from_float(x[d], out + d);
         }
         int64_t slot = step.slot_mapping[t];
-        if (slot < 0) continue;
+        if (slot < 0) return;
         int64_t block = slot / h.block_size;
         int offset = (int)(slot % h.block_size);
         for (int head = 0; head < h.num_kv_heads; head++, src += h.dim) {
@@ -65,7 +65,11 @@ void rope(const Step &step, const T *qkv, T *q_out, K *key, K *value, const floa
             write_key(x, key, block * h.num_kv_heads + head, offset, h);
             write_value(src + (int64_t)h.num_kv_heads * h.dim, value, block * h.num_kv_heads + head, offset, h);
         }
-    }
+    };
+    constexpr int64_t TOKENS = 16;
+    pool::parallel_for((step.num_tokens + TOKENS - 1) / TOKENS, step.threads, [&](int64_t piece) {
+        for (int64_t t = piece * TOKENS; t < (piece + 1) * TOKENS && t < step.num_tokens; t++) token(t);
+    });
 }
 
 }  // namespace

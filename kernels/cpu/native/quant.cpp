@@ -1,0 +1,317 @@
+// Linear layers on GGUF's 4- and 8-bit weights: int8 activations, exact int32 dot products (vpdpbusd), float32 across groups.
+//
+// Activations are quantised per row and group of 32 (scale = largest magnitude / 127), as llama.cpp does for these formats.
+// Weights are repacked once: 16 output rows fill the lanes, so no dot product needs a sum across lanes. A tile (16 outputs) is
+//   blocks x { codes, uint8[256] (4 bit) or uint8[512] (8 bit) | scale, fp16[16] | minimum, fp16[16] (Q4_1 only) }
+// with codes [step of 4 k][output][4 k]; 4-bit codes of steps 2j and 2j + 1 share a byte (low, high).
+// Every format is unsigned codes: w = scale * (code - zero) + minimum, zero = 8 (Q4_0), 0 (Q4_1), 128 (Q8_0).
+// The order of summation is that of the groups: a row's bits don't depend on the batch or on the number of threads.
+#include <cstdlib>
+
+#include "pool.h"
+#include "step.h"
+#include "vec.h"
+
+namespace {
+
+constexpr int GROUP = 32;
+constexpr int STEPS = GROUP / 4;
+constexpr int MAX_ROWS = 6;
+
+enum Kind : int { Q4_0 = 0, Q4_1 = 1, Q8_0 = 2 };
+
+INLINE float half_to_float(uint16_t h) {
+    float magnitude = bits<float>((uint32_t)(h & 0x7fff) << 13) * 5.192296858534828e33f;  // 2^112 mends the exponent's bias
+    return bits<float>(bits<uint32_t>(magnitude) | (uint32_t)(h & 0x8000) << 16);
+}
+
+struct Format {
+    int file_bytes, codes_at, code_bytes, block_bytes, zero;
+    bool has_min;
+};
+
+constexpr Format format_of(int kind) {
+    return kind == Q4_0   ? Format{18, 2, 256, 288, 8, false}
+           : kind == Q4_1 ? Format{20, 4, 256, 320, 0, true}
+                          : Format{34, 2, 512, 544, 128, false};
+}
+
+INLINE int code_at(int kind, const uint8_t *codes, int k) {
+    if (kind == Q8_0) return (int8_t)codes[k] + 128;
+    return k < 16 ? codes[k] & 15 : codes[k - 16] >> 4;
+}
+
+// One tile and block: from [16 rows] file blocks (null: padding) to the layout above.
+void pack_block(int kind, const uint8_t *const *rows, uint8_t *to) {
+    Format f = format_of(kind);
+    memset(to, 0, f.block_bytes);
+    for (int o = 0; o < LANES; o++) {
+        if (!rows[o]) continue;
+        const uint8_t *codes = rows[o] + f.codes_at;
+        for (int k = 0; k < GROUP; k++) {
+            int step = k / 4, code = code_at(kind, codes, k);
+            if (kind == Q8_0)
+                to[step * 64 + o * 4 + k % 4] = (uint8_t)code;
+            else
+                to[step / 2 * 64 + o * 4 + k % 4] |= (uint8_t)(code << (step % 2 * 4));
+        }
+        memcpy(to + f.code_bytes + o * 2, rows[o], 2);
+        if (f.has_min) memcpy(to + f.code_bytes + 32 + o * 2, rows[o] + 2, 2);
+    }
+}
+
+struct Activations {  // [rows, size] int8; scale and sum [rows, groups]; sum: of a group, float value or int8 codes times -zero
+    int8_t *codes;
+    float *scale;
+    void *sum;
+};
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+template <class T>
+INLINE void quantize_row(const T *x, int size, int8_t *codes, float *scale, float *sum_f, int32_t *sum_i, int zero) {
+    for (int g = 0; g < size / GROUP; g++) {
+        vf a = load_floats(x + g * GROUP), b = load_floats(x + g * GROUP + LANES);
+        float top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps((__m512)a), _mm512_abs_ps((__m512)b)));
+        float inverse = top > 0 ? 127.0f / top : 0.0f;
+        __m512i qa = _mm512_cvtps_epi32((__m512)(a * inverse)), qb = _mm512_cvtps_epi32((__m512)(b * inverse));
+        _mm_storeu_si128((__m128i *)(codes + g * GROUP), _mm512_cvtsepi32_epi8(qa));
+        _mm_storeu_si128((__m128i *)(codes + g * GROUP + LANES), _mm512_cvtsepi32_epi8(qb));
+        int total = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
+        scale[g] = top / 127.0f;
+        if (sum_f)
+            sum_f[g] = (float)total * scale[g];
+        else
+            sum_i[g] = -zero * total;
+    }
+}
+
+INLINE vf load_halves(const uint8_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+
+// out[r][t * 16 ..] for ROWS rows and TILES tiles of 16 outputs.
+template <int KIND, int ROWS, int TILES>
+INLINE void micro(const uint8_t *weights, int64_t tile_bytes, int groups, const Activations &x, int64_t row, vf acc[ROWS][TILES]) {
+    constexpr Format F = format_of(KIND);
+    const int8_t *codes[ROWS];
+    const float *scale[ROWS];
+    const void *sum[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        codes[r] = x.codes + (row + r) * groups * GROUP;
+        scale[r] = x.scale + (row + r) * groups;
+        sum[r] = (const float *)x.sum + (row + r) * groups;
+    }
+    for (int g = 0; g < groups; g++) {
+        const uint8_t *block = weights + (int64_t)g * F.block_bytes;
+        __m512i dot[ROWS][TILES];
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int t = 0; t < TILES; t++)
+                dot[r][t] = F.zero ? _mm512_set1_epi32(((const int32_t *)sum[r])[g]) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int s = 0; s < STEPS; s++) {
+            __m512i w[TILES];
+#pragma GCC unroll 2
+            for (int t = 0; t < TILES; t++) {
+                const uint8_t *from = block + t * tile_bytes;
+                if (KIND == Q8_0) {
+                    w[t] = _mm512_loadu_si512(from + s * 64);
+                } else {
+                    w[t] = _mm512_loadu_si512(from + s / 2 * 64);
+                    if (s % 2) w[t] = _mm512_srli_epi16(w[t], 4);
+                    w[t] = _mm512_and_si512(w[t], _mm512_set1_epi8(15));
+                }
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) {
+                int32_t four;
+                memcpy(&four, codes[r] + g * GROUP + s * 4, 4);
+                __m512i a = _mm512_set1_epi32(four);
+#pragma GCC unroll 2
+                for (int t = 0; t < TILES; t++) dot[r][t] = _mm512_dpbusd_epi32(dot[r][t], w[t], a);
+            }
+        }
+#pragma GCC unroll 2
+        for (int t = 0; t < TILES; t++) {
+            const uint8_t *scales = block + t * tile_bytes + F.code_bytes;
+            vf d = load_halves(scales), m = F.has_min ? load_halves(scales + 32) : splat(0);
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) {
+                acc[r][t] += (vf)_mm512_cvtepi32_ps(dot[r][t]) * (d * scale[r][g]);
+                if (F.has_min) acc[r][t] += m * ((const float *)sum[r])[g];
+            }
+        }
+    }
+}
+
+struct Linear {
+    const uint8_t *weights;
+    int64_t out_features, in_features, out_stride;
+    const float *bias;
+    void *out;
+};
+
+template <int KIND, int ROWS, int TILES, class T>
+void tile_pass(const Linear &l, const Activations &x, int64_t row, int64_t tile) {
+    int groups = (int)(l.in_features / GROUP);
+    int64_t tile_bytes = (int64_t)groups * format_of(KIND).block_bytes;
+    vf acc[ROWS][TILES] = {};
+    micro<KIND, ROWS, TILES>(l.weights + tile * tile_bytes, tile_bytes, groups, x, row, acc);
+    for (int t = 0; t < TILES; t++) {
+        int64_t first = (tile + t) * LANES, left = l.out_features - first;
+        int n = left < LANES ? (int)left : LANES;
+        for (int r = 0; r < ROWS; r++) {
+            vf y = acc[r][t];
+            T *to = (T *)l.out + (row + r) * l.out_stride + first;
+            if (l.bias) y += load_floats(l.bias + first, n);
+            if (n == LANES)
+                store_floats(to, y);
+            else
+                store_floats(to, y, n);
+        }
+    }
+}
+
+template <int KIND, int TILES, class T>
+void rows_pass(const Linear &l, const Activations &x, int64_t row, int rows, int64_t tile) {
+    switch (rows) {
+        case 1: return tile_pass<KIND, 1, TILES, T>(l, x, row, tile);
+        case 2: return tile_pass<KIND, 2, TILES, T>(l, x, row, tile);
+        case 3: return tile_pass<KIND, 3, TILES, T>(l, x, row, tile);
+        case 4: return tile_pass<KIND, 4, TILES, T>(l, x, row, tile);
+        case 5: return tile_pass<KIND, 5, TILES, T>(l, x, row, tile);
+        default: return tile_pass<KIND, 6, TILES, T>(l, x, row, tile);
+    }
+}
+
+// Rows [from, to) in strips of at most MAX_ROWS, as even as they come, for the outputs of TILES tiles.
+template <int KIND, int TILES, class T>
+void column_pass(const Linear &l, const Activations &x, int64_t from, int64_t to, int64_t tile) {
+    int64_t rows = to - from, strips = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int64_t s = 0; s < strips; s++) {
+        int64_t first = from + rows * s / strips, last = from + rows * (s + 1) / strips;
+        rows_pass<KIND, TILES, T>(l, x, first, (int)(last - first), tile);
+    }
+}
+
+template <int KIND, class T>
+void run(const Linear &l, const T *input, int64_t rows, const Activations &x, int threads) {
+    constexpr Format F = format_of(KIND);
+    constexpr int64_t ROW_BLOCK = 240;
+    int64_t size = l.in_features, groups = size / GROUP, tiles = (l.out_features + LANES - 1) / LANES;
+    pool::parallel_for((rows + 15) / 16, threads, [&](int64_t piece) {
+        for (int64_t r = piece * 16; r < (piece + 1) * 16 && r < rows; r++) {
+            float *sum_f = F.has_min ? (float *)x.sum + r * groups : nullptr;
+            int32_t *sum_i = F.has_min ? nullptr : (int32_t *)x.sum + r * groups;
+            quantize_row(input + r * size, (int)size, x.codes + r * size, x.scale + r * groups, sum_f, sum_i, F.zero);
+        }
+    });
+    // A piece: some pairs of tiles for a block of rows, at least 32k multiply-adds' worth of weights.
+    int64_t pairs = (tiles + 1) / 2, step = 65536 / (2 * LANES * size) + 1;
+    int64_t strips = (pairs + step - 1) / step, row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    pool::parallel_for(strips * row_blocks, threads, [&](int64_t piece) {
+        int64_t from = piece / strips * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
+        int64_t first = piece % strips * step, last = first + step < pairs ? first + step : pairs;
+        for (int64_t p = first; p < last; p++) {
+            if (2 * p + 2 <= tiles)
+                column_pass<KIND, 2, T>(l, x, from, to, 2 * p);
+            else
+                column_pass<KIND, 1, T>(l, x, from, to, 2 * p);
+        }
+    });
+}
+
+template <class T>
+int run_kind(int kind, const Linear &l, const T *input, int64_t rows, int threads) {
+    int64_t groups = l.in_features / GROUP;
+    char *scratch = (char *)aligned_alloc(64, ((size_t)rows * (l.in_features + 8 * groups) + 63) / 64 * 64 + 64);
+    if (!scratch) return 1;
+    Activations x;
+    x.scale = (float *)scratch;
+    x.sum = scratch + rows * groups * 4;
+    x.codes = (int8_t *)scratch + rows * groups * 8;
+    if (kind == Q4_0)
+        run<Q4_0, T>(l, input, rows, x, threads);
+    else if (kind == Q4_1)
+        run<Q4_1, T>(l, input, rows, x, threads);
+    else
+        run<Q8_0, T>(l, input, rows, x, threads);
+    free(scratch);
+    return 0;
+}
+
+#endif
+
+}  // namespace
+
+extern "C" {
+
+// 1 where pt_quant_linear runs (AVX-512 VNNI).
+int pt_quant_supported(void) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Bytes of the packed form.
+int64_t pt_quant_bytes(int kind, int64_t out_features, int64_t in_features) {
+    return (out_features + LANES - 1) / LANES * (in_features / GROUP) * format_of(kind).block_bytes;
+}
+
+// blocks: [out_features, in_features / 32] of the file's encoding -> packed.
+void pt_quant_pack(int kind, const uint8_t *blocks, uint8_t *packed, int64_t out_features, int64_t in_features, int threads) {
+    Format f = format_of(kind);
+    int64_t groups = in_features / GROUP, tiles = (out_features + LANES - 1) / LANES;
+    pool::parallel_for(tiles, threads, [&](int64_t t) {
+        for (int64_t g = 0; g < groups; g++) {
+            const uint8_t *rows[LANES];
+            for (int o = 0; o < LANES; o++) {
+                int64_t row = t * LANES + o;
+                rows[o] = row < out_features ? blocks + (row * groups + g) * f.file_bytes : nullptr;
+            }
+            pack_block(kind, rows, packed + (t * groups + g) * f.block_bytes);
+        }
+    });
+}
+
+// x [rows, in] -> out [rows, out] with rows out_stride elements apart. bias: float[out] or null. Returns 0, 1: out of memory.
+int pt_quant_linear(int kind, const void *x, const uint8_t *packed, const float *bias, void *out, int64_t rows,
+                    int64_t out_features, int64_t in_features, int64_t out_stride, int dtype, int threads) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    Linear l = {packed, out_features, in_features, out_stride, bias, out};
+    if (dtype == F32) return run_kind(kind, l, (const float *)x, rows, threads);
+    return run_kind(kind, l, (const bf16 *)x, rows, threads);
+#else
+    (void)kind, (void)x, (void)packed, (void)bias, (void)out, (void)rows, (void)out_features, (void)in_features;
+    (void)out_stride, (void)dtype, (void)threads;
+    return 1;
+#endif
+}
+
+// ids -> rows of a table [num_rows, size] as it lies in the file, in dtype. Returns 1, and nothing else, for an id out of range.
+int pt_quant_embed(int kind, const uint8_t *blocks, const int64_t *ids, void *out, int64_t count, int64_t num_rows,
+                   int64_t size, int dtype) {
+    Format f = format_of(kind);
+    int64_t groups = size / GROUP;
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= num_rows) return 1;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t g = 0; g < groups; g++) {
+            const uint8_t *block = blocks + (ids[i] * groups + g) * f.file_bytes;
+            uint16_t half[2];
+            memcpy(half, block, f.codes_at);
+            float scale = half_to_float(half[0]), low = f.has_min ? half_to_float(half[1]) : 0.0f;
+            int64_t at = i * size + g * GROUP;
+            for (int k = 0; k < GROUP; k++) {
+                float value = scale * (float)(code_at(kind, block + f.codes_at, k) - f.zero) + low;
+                if (dtype == F32)
+                    ((float *)out)[at + k] = value;
+                else
+                    from_float(value, (bf16 *)out + at + k);
+            }
+        }
+    return 0;
+}
+}
