@@ -26,7 +26,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag="generate", omit_defaults
     """Requests share cached prefixes only with requests of the same salt."""
     deadline: float | None = None
     run_alone: bool = False
-    """Suspected of killing the engine: no other request may be in a step with it."""
+    """Suspected of killing the engine: no other request is in a step with it until it has produced a token."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):

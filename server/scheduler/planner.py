@@ -53,14 +53,38 @@ class StepPlanner:
         self._block_size = books.manager.block_size
         self._budget = config.max_num_batched_tokens
         self._watermark = int(config.watermark * books.manager.num_blocks)
+        self._suspect: Request | None = None
 
     def plan(self, now: float) -> StepPlan:
         plan = StepPlan(budget_left=self._budget)
+        if self._plan_suspect(plan, now):
+            return plan
         self._plan_running(plan)
         if len(self._books.waiting) and not plan.has_preempted:
             self._admit_waiting(plan, now)
         self._share_leftover(plan)
         return plan
+
+    def _plan_suspect(self, plan: StepPlan, now: float) -> bool:
+        """A request that may have killed an engine gets steps of its own, until it has produced a token.
+
+        The running requests pause meanwhile. False: nobody is under suspicion, or there is no room for the one who is.
+        """
+        suspect = self._suspect
+        if suspect is not None and suspect.run_alone and suspect.status is RequestStatus.RUNNING:
+            chunk = min(len(suspect.token_ids) - suspect.num_computed_tokens, self._budget)
+            if self._make_room(suspect, suspect.num_computed_tokens + chunk, plan):
+                plan.give(suspect, chunk)
+                return True
+        self._suspect = None
+        books = self._books
+        if not len(books.waiting) or not books.free_rows or not books.waiting[0].run_alone:
+            return False
+        match = self._match(books.waiting[0])
+        if match is None or not self._admit(books.waiting[0], match, plan, now):
+            return False
+        (self._suspect,) = plan.admitted
+        return True
 
     def _plan_running(self, plan: StepPlan) -> None:
         """One token for everyone who needs just that, then chunks for the others out of what is left of the budget."""
@@ -98,7 +122,7 @@ class StepPlanner:
         passed_over = 0
         while plan.budget_left and passed_over < min(len(books.free_rows), len(books.waiting)):
             request = books.waiting[passed_over]
-            if len(books.running) and (request.run_alone or books.running[0].run_alone):
+            if request.run_alone:
                 return
             match = self._match(request)
             if match is None:

@@ -183,6 +183,7 @@ class Scheduler:
             tokens.append(row.token_ids[accepted])
             accepted += 1
             reason = request.finish_reason_now()
+            request.run_alone = False  # it has got through a step: no longer under suspicion
         if reason is None and request.is_announced and row.logprobs is None:
             return OutputDelta(request.request_id, row.token_ids)
         if request.first_token_time is None:

@@ -75,14 +75,15 @@ def _check_order_of_service(simulation: Simulation) -> None:
     batch = simulation.scheduler.schedule(simulation.now)
     after = simulation.scheduler.inspect()["requests"]
     served = {item.request_id for item in batch.items}
-    if after:
-        assert after[0]["request_id"] in served, "the first in order was passed over"
     running = {r["request_id"] for r in after if r["status"] == "running"}
-    for request_id, r in before.items():
-        if request_id in running and r["num_prompt_tokens"] + r["num_output_tokens"] - r["num_computed_tokens"] == 1:
-            assert request_id in served, "a decode waited for a prefill"
-    alone = [r["request_id"] for r in after if r["run_alone"] and r["status"] == "running"]
-    assert not alone or (len(running) == 1 and len(served) == 1), "a suspect had company"
+    suspects = {r["request_id"] for r in after if r["run_alone"] and r["status"] == "running"}
+    if served & suspects:
+        assert len(served) == 1, "a suspect had company"
+    else:
+        assert not after or after[0]["request_id"] in served, "the first in order was passed over"
+        for request_id, r in before.items():
+            num_left = r["num_prompt_tokens"] + r["num_output_tokens"] - r["num_computed_tokens"]
+            assert request_id not in running or num_left != 1 or request_id in served, "a decode waited for a prefill"
     if batch:
         simulation.receive(simulation.scheduler.update(batch, simulation.runner.run(batch), simulation.now))
     simulation.scheduler.check_invariants()

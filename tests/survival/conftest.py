@@ -1,0 +1,77 @@
+"""A tiny random checkpoint, and supervised engines of it in processes of their own."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from server.frontend.engine_client import SupervisedEngine
+from server.frontend.launcher import ProcessLauncher
+from server.protocol import GenerateRequest, OutputDelta, SamplingParams
+from tests.models.checkpoints import make_model
+
+Started = Callable[..., contextlib.AbstractAsyncContextManager[SupervisedEngine]]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def started(checkpoint: Path) -> Started:
+    @contextlib.asynccontextmanager
+    async def start(*, faults: str = "", step_timeout_s: float = 60) -> AsyncIterator[SupervisedEngine]:
+        config = EngineConfig(
+            model=ModelConfig(model=str(checkpoint), dtype="float32"),
+            cache=CacheConfig(num_blocks=256),
+            device=DeviceConfig(device="cpu", num_threads=1),
+            faults=faults,
+        )
+        client = SupervisedEngine(ProcessLauncher(), config, max_queue=1000, step_timeout_s=step_timeout_s)
+        await client.start()
+        try:
+            await client.wait_ready()
+            yield client
+        finally:
+            await client.stop()
+
+    return start
+
+
+def run(main: Awaitable[None], limit_s: float = 120) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(limit_s):
+            await main
+
+    asyncio.run(bounded())
+
+
+def request(index: int, *, max_tokens: int = 64, **fields: Any) -> GenerateRequest:
+    """Every other one is sampled."""
+    sampling = SamplingParams(max_tokens=max_tokens, seed=index, temperature=0.0 if index % 2 else 1.0, logprobs=2)
+    prompt = [(index * 7 + k * k) % 250 for k in range(5 + index % 40)]
+    return GenerateRequest(f"r{index}", prompt, sampling, time.monotonic(), **fields)
+
+
+async def collect(client: SupervisedEngine, r: GenerateRequest) -> list[OutputDelta]:
+    return [delta async for delta in client.generate(r)]
+
+
+def tokens(deltas: list[OutputDelta]) -> list[int]:
+    return [t for delta in deltas for t in delta.token_ids]
+
+
+async def idle_usage(client: SupervisedEngine) -> dict[str, int]:
+    """The engine's page map, once no request is open. Getting it also runs the engine's own check of its books."""
+    inspection = await client.inspect()
+    assert inspection["requests"] == []
+    pages: dict[str, int] = inspection["pages"]
+    return pages
