@@ -1,0 +1,144 @@
+"""Grammars, compiled once each, off the step thread."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from server.errors import InvalidRequest, UnsupportedFeature
+from server.protocol import GrammarSpec
+from server.structured.grammar_text import grammar_text
+from server.structured.state import GrammarState
+from server.tokenizer import Tokenizer
+
+_MAX_SOURCE_BYTES = 1 << 20
+_MAX_MESSAGE_CHARS = 500
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=2_000_000,  # about 40 ms
+    step_lexer_fuel=200_000,  # about 15 ms
+    step_max_items=50_000,
+    max_lexer_states=50_000,  # about 2 kB each
+    max_grammar_size=200_000,
+    verbose_errors=False,  # the others hold pieces of the schema
+)
+
+
+class GrammarCompiler:
+    """Compiles and caches grammars for one vocabulary. Safe to share between threads.
+
+    Both processes have one. In the API process check() tells a client what is wrong with its schema; the engine's then
+    compiles the same text with the same limits, so what was accepted there works here.
+
+    vocab_size: of the model's logits, which may be padded beyond the tokenizer's. end_token_ids: allowed where an
+    output may end. Building it is cheap; the first grammar costs about 0.3 s more, for the trie of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int | None = None,
+        end_token_ids: Collection[int] | None = None,
+        max_cached: int = 64,
+        max_source_bytes: int = _MAX_SOURCE_BYTES,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        self._end_token_ids = frozenset(tokenizer.end_token_ids if end_token_ids is None else end_token_ids)
+        self._max_cached = max_cached
+        self._max_source_bytes = max_source_bytes
+        self._cache: OrderedDict[GrammarSpec, Future[LLMatcher]] = OrderedDict()
+        self._lock = Lock()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._vocabulary: LLTokenizer | None = None
+
+    def prepare(self, spec: GrammarSpec) -> Future[LLMatcher]:
+        """Begins to compile, if that was not done before. The future fails with InvalidRequest for a bad grammar."""
+        with self._lock:
+            found = self._cache.get(spec)
+            if found is None or (found.done() and found.exception() is not None):
+                found = self._cache[spec] = self._worker.submit(self._compile, spec)
+            self._cache.move_to_end(spec)
+            while len(self._cache) > self._max_cached:
+                self._cache.popitem(last=False)
+            return found
+
+    def is_ready(self, spec: GrammarSpec) -> bool:
+        """Whether start() would return, or raise, at once. Begins to compile where that was not done before."""
+        return self.prepare(spec).done()
+
+    def check(self, spec: GrammarSpec, *, param: str = "response_format") -> None:
+        """Raises InvalidRequest that says what is wrong. Blocks while it compiles: mostly milliseconds, at most 1 s."""
+        try:
+            self.prepare(spec).result()
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param) from error
+
+    def start(self, spec: GrammarSpec, output_ids: Sequence[int] = ()) -> GrammarState:
+        """The state behind output_ids (a resumed request's output so far). Blocks until the grammar is compiled.
+
+        Raises InvalidRequest for a bad grammar, RuntimeError where output_ids do not follow it.
+        """
+        matcher = self.prepare(spec).result().deep_copy()
+        state = GrammarState(matcher, end_token_ids=self._end_token_ids)
+        state.advance(output_ids)
+        return state
+
+    def close(self) -> None:
+        """Ends the worker. What it has begun is finished first."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _compile(self, spec: GrammarSpec) -> LLMatcher:
+        """On the worker."""
+        num_bytes = len(spec.source.encode("utf-8", "surrogatepass"))
+        if num_bytes > self._max_source_bytes:
+            raise InvalidRequest(f"the {spec.kind} has {num_bytes} bytes; the most is {self._max_source_bytes}")
+        if self._vocabulary is None:
+            self._vocabulary = self._build_vocabulary()
+        text = grammar_text(spec, param="response_format")
+        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=_LIMITS)
+        _raise_for(spec, matcher)
+        first = matcher.deep_copy()
+        mask = np.zeros((self._vocab_size + 31) // 32, dtype=np.int32)
+        first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        _raise_for(spec, first)
+        if not mask.any():
+            raise InvalidRequest(f"no output satisfies the {spec.kind}")
+        return matcher
+
+    def _build_vocabulary(self) -> LLTokenizer:
+        if not self._end_token_ids:
+            raise UnsupportedFeature("structured outputs need a model with an end token; this one has none")
+        return LLTokenizer(
+            TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, min(self._end_token_ids))),
+            n_vocab=self._vocab_size,
+            eos_token=sorted(self._end_token_ids),
+        )
+
+
+def _raise_for(spec: GrammarSpec, matcher: LLMatcher) -> None:
+    if not matcher.is_error():
+        return
+    reason = matcher.get_error().replace("<non-verbose/>", "").strip()
+    if reason.startswith("NoExtension"):
+        raise InvalidRequest(f"no output satisfies the {spec.kind}")
+    raise InvalidRequest(f"the {spec.kind} can't be used: {reason[:_MAX_MESSAGE_CHARS]}")
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance wants to see it. Control tokens are no text: no grammar allows their spelling."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        self.special_token_ids = sorted(id_ for id_ in tokenizer.special_ids if id_ < vocab_size)
+        self.tokens = [tokenizer.token_bytes(id_) for id_ in range(vocab_size)]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text, add_special_tokens=False, allow_special=False)

@@ -1,0 +1,147 @@
+"""What can't be compiled is refused with a reason; what can is compiled once."""
+
+import json
+from typing import Any
+
+import pytest
+
+from server.errors import InvalidRequest
+from server.protocol import GrammarSpec
+from server.structured import GrammarCompiler
+from server.structured import compiler as compiler_module
+from server.tokenizer import Tokenizer
+
+
+def json_spec(schema: Any) -> GrammarSpec:
+    return GrammarSpec("json_schema", json.dumps(schema))
+
+
+def nested(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+MANY_PROPERTIES = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (json_spec({"type": "banana"}), "banana"),
+        (json_spec({"type": "string", "pattern": "("}), "unclosed group"),
+        (json_spec({"$ref": "#/nowhere"}), "nowhere"),
+        (json_spec({"$ref": "http://example.com/schema.json"}), "example.com"),
+        (json_spec(5), "must be a JSON object"),
+        (json_spec(False), "must be a JSON object"),
+        (GrammarSpec("json_schema", "{"), "not valid JSON"),
+        (GrammarSpec("json_schema", "[" * 100_000), "not valid JSON"),
+        (json_spec(nested(100)), "nested"),
+        (json_spec(MANY_PROPERTIES), "3000 properties"),
+        (json_spec({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (json_spec({"enum": []}), "Unsatisfiable"),
+        (json_spec({"$ref": "#"}), "no output"),
+        (GrammarSpec("regex", "("), "unclosed group"),
+        (GrammarSpec("regex", "(?=a)b"), "look-around"),
+        (GrammarSpec("regex", "[^x]*" * 500), "fuel"),
+        (GrammarSpec("choice", "[]"), "at least one"),
+        (GrammarSpec("choice", '["a", 5]'), "strings"),
+        (GrammarSpec("choice", '["a", ""]'), "empty"),
+        (GrammarSpec("choice", "x"), "choice"),
+        (GrammarSpec("grammar", "start: missing"), "missing"),
+        (GrammarSpec("grammar", ""), "Empty"),
+        (GrammarSpec("grammar", "root ::= ("), "grammar"),
+        (GrammarSpec("grammar", "start: T\nT: /a/ & /b/"), "no output"),
+        (GrammarSpec("banana", ""), "banana"),
+        (GrammarSpec("regex", "a" * (2 << 20)), "bytes"),
+        (GrammarSpec("regex", "\ud800"), "regex"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_refused(compiler: GrammarCompiler, spec: GrammarSpec, message: str) -> None:
+    """Guards the 400: broken and explosive grammars say what is wrong, for the field the client sent."""
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        compiler.check(spec, param="structured_outputs")
+    assert caught.value.param == "structured_outputs"
+    assert len(caught.value.message) < 700
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        json_spec({}),
+        json_spec(True),
+        json_spec({"type": "string", "pattern": "((a{0,1000}){0,1000}){0,1000}"}),
+        json_spec({"type": "string", "maxLength": 100_000_000}),
+        json_spec({"type": "array", "items": {"type": "integer"}, "maxItems": 10**9}),
+        json_spec({"type": "object", "properties": {"format": {"type": "string", "format": "x-unknown"}}}),
+        json_spec({"enum": [{"format": "x-unknown"}]}),
+        json_spec({"anyOf": [{"type": "string"}] * 500}),
+        GrammarSpec("regex", "((a{0,1000}){0,1000}){0,1000}"),
+        GrammarSpec("regex", "(a+)+b"),
+    ],
+    ids=range(10),
+)
+def test_large_but_fine(compiler: GrammarCompiler, spec: GrammarSpec) -> None:
+    """Guards against refusing what only looks explosive."""
+    compiler.check(spec)
+
+
+def test_format_in_data_is_kept(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Guards enum and const values that hold a key "format": they are data."""
+    state = compiler.start(json_spec({"enum": [{"format": "x-unknown"}]}), tokenizer.encode('{"format":"x-unknown"}'))
+    assert state.is_complete
+
+
+def test_compiles_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the cache: eight choices of one schema compile once; the oldest grammar makes room; no errors kept."""
+    compiled: list[str] = []
+    original = compiler_module.grammar_text
+
+    def counted(spec: GrammarSpec, *, param: str) -> str:
+        compiled.append(spec.source)
+        return original(spec, param=param)
+
+    monkeypatch.setattr(compiler_module, "grammar_text", counted)
+    compiler = GrammarCompiler(tokenizer, max_cached=2)
+    for _ in range(8):
+        compiler.start(GrammarSpec("regex", "a"))
+    assert compiled == ["a"]
+    for pattern in ("b", "c", "a"):
+        compiler.start(GrammarSpec("regex", pattern))
+    assert compiled == ["a", "b", "c", "a"]
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            compiler.check(GrammarSpec("regex", "("))
+    assert compiled[4:] == ["(", "("]
+    compiler.close()
+
+
+def test_off_the_calling_thread(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the step thread: is_ready() begins to compile and returns at once."""
+    from threading import Event
+
+    gate = Event()
+    original = compiler_module.grammar_text
+
+    def slow(spec: GrammarSpec, *, param: str) -> str:
+        gate.wait(30)
+        return original(spec, param=param)
+
+    monkeypatch.setattr(compiler_module, "grammar_text", slow)
+    compiler = GrammarCompiler(tokenizer)
+    spec = GrammarSpec("regex", "a")
+    assert not compiler.is_ready(spec)
+    gate.set()
+    compiler.prepare(spec).result(timeout=30)
+    assert compiler.is_ready(spec)
+    compiler.close()
+
+
+def test_model_without_end_token(tokenizer: Tokenizer) -> None:
+    """Guards a base model that names no end token: refused, instead of outputs that can't end."""
+    compiler = GrammarCompiler(tokenizer, end_token_ids=[])
+    with pytest.raises(InvalidRequest, match="end token"):
+        compiler.check(GrammarSpec("regex", "a"))
+    compiler.close()
