@@ -15,6 +15,7 @@ from server.api.routing import add_post
 from server.api.schemas import ChatBody, parse
 from server.api.service import Service, unix_now, usage_object
 from server.api.sse import DONE, ChunkEncoder, error_frame
+from server.api.structured import checked_grammar
 from server.api.transport import EventStream, until_disconnect
 from server.errors import InvalidRequest, UnsupportedFeature
 from server.frontend.generation import Job
@@ -51,7 +52,8 @@ async def make_chat_job(request: Request, body: ChatBody, service: Service) -> J
         raise InvalidRequest(f"top_logprobs must be between 0 and {service.limits.max_logprobs}", param="top_logprobs")
     prompt = await read_chat_prompt(body, service)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    options = body.sampling_options(max_tokens=max_tokens, logprobs=logprobs)
+    grammar = await checked_grammar(body.response_format, body.structured_outputs, service.grammars)
+    options = body.sampling_options(max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
     return service.make_job(request, body, [prompt], options, id_prefix="chatcmpl-")
 
 
@@ -69,8 +71,6 @@ def _refuse_unsupported(body: ChatBody) -> None:
         "service_tier": ("auto", "default"),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
     }
     for name, harmless in unused.items():
         value = getattr(body, name)

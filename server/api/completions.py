@@ -16,6 +16,7 @@ from server.api.routing import add_post
 from server.api.schemas import CompletionBody, parse
 from server.api.service import Service, unix_now, usage_object
 from server.api.sse import DONE, ChunkEncoder, error_frame
+from server.api.structured import checked_grammar
 from server.api.transport import EventStream, until_disconnect
 from server.errors import UnsupportedFeature
 from server.frontend.generation import Job, Prompt
@@ -47,7 +48,9 @@ async def _make_job(request: Request, body: CompletionBody, service: Service) ->
         raise UnsupportedFeature("suffix is not supported: no filling in the middle here", param="suffix")
     prompts = await read_prompts(body.prompt, service=service, add_special_tokens=body.add_special_tokens is not False)
     options = body.sampling_options(
-        max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
+        max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        grammar=await checked_grammar(body.response_format, body.structured_outputs, service.grammars),
     )
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         options = dataclasses.replace(options, prompt_logprobs=body.logprobs)

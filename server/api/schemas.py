@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from server.errors import InvalidRequest
 from server.frontend.params import SamplingOptions
 from server.metrics.logging import log_event
+from server.protocol import GrammarSpec
 
 logger = logging.getLogger("pageturner.api")
 
@@ -53,6 +54,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    response_format: Any = None
     structured_outputs: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -61,7 +63,9 @@ class GenerationBody(Body):
     timeout: float | None = None
     user: str | None = None
 
-    def sampling_options(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+    def sampling_options(
+        self, *, max_tokens: int | None, logprobs: int | None, grammar: GrammarSpec | None
+    ) -> SamplingOptions:
         return SamplingOptions(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
@@ -78,6 +82,7 @@ class GenerationBody(Body):
             stop_token_ids=self.stop_token_ids,
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            grammar=grammar,
         )
 
     @property
@@ -130,7 +135,6 @@ class ChatBody(GenerationBody, ChatTemplateFields):
     top_logprobs: int | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: Any = None
     modalities: list[str] | None = None
     audio: Any = None
     functions: Any = None

@@ -25,6 +25,7 @@ from server.frontend.params import (
 )
 from server.metrics.prometheus import Metrics
 from server.protocol import Ready
+from server.structured import GrammarCompiler
 from server.tokenizer import ChatTemplate, Tokenizer
 
 ENCODE_IN_THREAD_CHARS = 4096
@@ -75,6 +76,7 @@ class Service:
         self.config = config
         self.limits = config.limits
         self.metrics = metrics
+        self.grammars = GrammarCompiler(tokenizer, max_source_bytes=config.limits.max_grammar_bytes)
 
     def check_model(self, name: str | None) -> None:
         """No name means the only model there is."""
