@@ -95,67 +95,78 @@ def _argmax(logits: torch.Tensor) -> list[int]:
 
 
 def _draw(logits: torch.Tensor, rows: list[SamplingRow], positions: list[int]) -> list[int]:
-    """logits: float32[N, V], finite somewhere in each row."""
+    """logits: float32[N, V], finite somewhere in each row; changed in place."""
     params = [row.params for row in rows]
     device = logits.device
     seeds = np.array([p.seed & (2**64 - 1) for p in params], dtype=np.uint64)
     numbers = torch.from_numpy(uniforms(seeds, np.array(positions, dtype=np.uint64))).to(device)
-    settings = torch.tensor([(p.temperature, p.top_p, p.min_p, p.top_k) for p in params], dtype=torch.float64).to(
-        device
-    )
-    temperature, top_p, min_p, top_k = settings.unbind(1)
-    scores = logits / temperature.float()[:, None]
-    scores -= scores.amax(dim=-1, keepdim=True)
-    probs = torch.softmax(scores, dim=-1)
+    table = torch.tensor([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], dtype=torch.float64).to(device)
+    if any(p.temperature != 1.0 for p in params):
+        logits.div_(table[:, :1].float())
 
     tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
-    sorts = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
-    if len(sorts) < len(rows):
-        chosen = set(sorts)
-        index = torch.tensor([i for i in range(len(rows)) if i not in chosen], device=device)
-        tokens[index] = _draw_in_order(probs[index], min_p[index], numbers[index])
-    left = torch.tensor(sorts, dtype=torch.int64, device=device)
+    sorting = torch.tensor([p.top_k > 0 or p.top_p < 1.0 for p in params])
+    plain = torch.nonzero(~sorting)[:, 0].to(device)
+    if len(plain):
+        tokens[plain] = _draw_in_order(_rows(logits, plain), table[plain, 3], numbers[plain])
+    left = torch.nonzero(sorting)[:, 0].to(device)
+    peaks = torch.ones(len(rows), device=device)
+    peaks[left] = _peaks(_rows(logits, left), table[left, 1])
     for width in (*_WIDTHS, logits.shape[1]):
         if len(left) == 0:
             break
-        limits = (top_k[left], top_p[left], min_p[left])
-        found, certain = _draw_sorted(scores[left], probs[left], limits, numbers[left], width)
+        found, certain = _draw_sorted(_rows(logits, left), peaks[left], table[left, 1:], numbers[left], width)
         tokens[left[certain]] = found[certain]
         left = left[~certain]
-    return tokens.tolist()
+    ids: list[int] = tokens.tolist()
+    return ids
 
 
-def _draw_in_order(probs: torch.Tensor, min_p: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Rows without top-k and top-p. probs: float32[N, V]; min_p, numbers: float64[N]. Returns i64[N]."""
+def _rows(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """logits[index], without a copy where that is all of them. index: ascending."""
+    return logits if len(index) == len(logits) else logits[index]
+
+
+def _draw_in_order(scores: torch.Tensor, min_p: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows without top-k and top-p. scores: float32[N, V]; min_p, numbers: float64[N]. Returns i64[N]."""
+    probs = torch.softmax(scores, dim=-1)
     if bool((min_p > 0).any()):
         floor = (min_p * probs.amax(dim=-1)).float()[:, None]
-        probs = torch.where(probs < floor, 0.0, probs)
-    cumulative = probs.cumsum(dim=-1)
+        probs.masked_fill_(probs < floor, 0.0)
+    cumulative = torch.cumsum(probs, dim=-1, out=probs)
     return _invert(cumulative, cumulative[:, -1], numbers)
 
 
+def _peaks(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """What the likeliest candidate's weight is, float32[N]: its probability, as top-p wants to know it.
+
+    1 for rows with top-k: they are normalised by what top-k leaves, and spared the pass over the vocabulary.
+    """
+    peaks = torch.ones(len(scores), device=scores.device)
+    nucleus = torch.nonzero(top_k == 0)[:, 0]
+    if len(nucleus):
+        peaks[nucleus] = torch.softmax(_rows(scores, nucleus), dim=-1).amax(dim=-1)
+    return peaks
+
+
 def _draw_sorted(
-    scores: torch.Tensor,
-    probs: torch.Tensor,
-    limits: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    numbers: torch.Tensor,
-    width: int,
+    scores: torch.Tensor, peaks: torch.Tensor, limits: torch.Tensor, numbers: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows with top-k or top-p, from their `width` best candidates.
 
-    scores, probs: float32[N, V]. limits: top_k (0: off), top_p, min_p, float64[N] each. Returns (tokens i64[N], certain
-    bool[N]): a row is certain if all that its limits keep, ties included, is among the candidates.
+    scores: float32[N, V]. peaks: float32[N]. limits: float64[N, 3], top_k (0: off), top_p, min_p. numbers: float64[N].
+    Returns (tokens i64[N], certain bool[N]): a row is certain if all that its limits keep, ties included, is among the
+    candidates.
     """
-    top_k, top_p, min_p = limits
+    top_k, top_p, min_p = limits.unbind(1)
     vocab_size = scores.shape[1]
     values, ids = top_candidates(scores, width)
     width = ids.shape[1]
-    weights = probs.gather(1, ids)  # [N, width], falling
+    weights = torch.exp(values - values[:, :1]) * peaks[:, None]  # [N, width], falling
     cumulative = weights.cumsum(dim=-1)
     max_kept = torch.where(top_k > 0, top_k, float(vocab_size)).clamp(max=width)  # float64[N]
     whole = torch.where(top_k > 0, cumulative.gather(1, max_kept.long()[:, None] - 1)[:, 0], 1.0)
-    before = cumulative - weights
-    keep = before < (top_p * whole)[:, None]
+    keep = cumulative - weights < (top_p * whole)[:, None]
     keep &= weights >= (min_p * weights[:, 0])[:, None]
     keep &= torch.arange(width, device=ids.device) < max_kept[:, None]
     last = (keep.sum(dim=-1) - 1).clamp(min=0)[:, None]  # what is kept is a prefix
