@@ -33,7 +33,10 @@ class LayerKV:
     """One layer's keys and values. Written by: the KV-write kernel only. The shapes are the backend's own business:
 
     reference, triton: key, value [num_blocks, block_size, num_kv_heads, head_dim]
-    cpu: see kernels/cpu
+    cpu: key, value [num_blocks, num_kv_heads, block_size, head_dim], why: kernels.cpu
+    native: kernels.cpu.native_ops.NativeLayerKV
+
+    key_scale, value_scale: float32 scalars; what is stored times the scale is meant. 8-bit caches only.
     """
 
     key: torch.Tensor

@@ -18,7 +18,7 @@ class AttentionMetadata:
     """One step's index tensors, on the device of the KV cache. Written by: the runner, once a step; then nobody.
 
     query_start_loc: i32[B+1]. Offsets of each request's new tokens.
-    seq_lens: i32[B]. Tokens in the cache after this step's write, so the last query of b is at position seq_lens[b] - 1.
+    seq_lens: i32[B]. Tokens in the cache after this step's write: b's last query is at position seq_lens[b] - 1.
     page_table: i32[B, W]. W may exceed what is used; unused entries are 0.
     slot_mapping: i64[T]. Where each new token's key and value go. A negative slot writes nothing (padding).
     positions: i64[T]. Position of each new token in its sequence.

@@ -84,7 +84,7 @@ class Ops(Protocol):
         layer: LayerKV,
         meta: AttentionMetadata,
     ) -> torch.Tensor:
-        """Splits qkv [T, (H + 2*KVH) * D], norms and rotates q and k, writes k and v to their slots; returns q [T, H, D].
+        """Splits qkv [T, (H + 2*KVH) * D], norms and rotates q and k, writes k and v to their slots -> q [T, H, D].
 
         cos_sin: float32[max_position, rotary_dim]: cos in the first half of the last axis, sin in the second, each
         rotary_dim // 2 wide. Rotation is "rotate half" (the NeoX/Hugging Face form) over the first rotary_dim dims.

@@ -7,7 +7,7 @@ import torch
 
 from kernels.metadata import AttentionMetadata
 
-MAX_GATHERED_TOKENS = 8192
+MAX_GATHERED_TOKENS = 4096
 """Most tokens that one decode group copies out of the cache: bounds the scratch memory and keeps it near the cores."""
 
 QUERY_TILE = 128
