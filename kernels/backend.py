@@ -36,7 +36,7 @@ def resolve(name: str, device: str) -> Ops:
             raise BackendUnavailable("backend triton needs the triton package: pip install 'pageturner[triton]'")
         from kernels.triton.ops import TritonOps
 
-        return TritonOps()
+        return TritonOps(device)
     raise BackendUnavailable(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
 
 

@@ -3,14 +3,16 @@
 import torch
 import torch.nn.functional as F
 
+from kernels.backend import BackendUnavailable
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Linear, QkvLayout, Weight
+from kernels.ops import Linear, QkvLayout, QuantizedWeight, Weight
 from kernels.triton.activation import gated_activation
 from kernels.triton.decode_attention import MAX_QUERY_LEN, decode_attention
 from kernels.triton.kv_write import rope_and_write_kv
-from kernels.triton.launch import decode_config, describe, padded, prefill_config
+from kernels.triton.launch import decode_config, describe, interpreted, padded, prefill_config
 from kernels.triton.prefill_attention import prefill_attention
+from kernels.triton.quantized_matmul import can_pack, pack, quantized_matmul
 from kernels.triton.rms_norm import rms_norm
 
 
@@ -24,12 +26,41 @@ class TritonOps:
     name = "triton"
 
     def __init__(self, device: str | torch.device = "cuda", *, deterministic: bool = False) -> None:
+        """device: where packed weights go. Raises BackendUnavailable for a CPU, unless kernels are interpreted."""
         self._device = torch.device(device)
+        if self._device.type == "cpu" and not interpreted():
+            raise BackendUnavailable(
+                "backend triton needs a GPU: use backend cpu, or TRITON_INTERPRET=1 to debug kernels"
+            )
         self._target = describe(self._device)
         self._deterministic = deterministic
 
+    def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
+        """An 8-bit float cache gets one float32 scale a layer for keys and one for values, both 1.
+
+        Raises BackendUnavailable where the device has no e4m3 conversion.
+        """
+        if spec.dtype == torch.float8_e4m3fn and not self._target.has_fp8:
+            raise BackendUnavailable(
+                f"an fp8 KV cache needs a GPU with e4m3 conversion (sm_89 or newer), this one is {self._target.arch}: "
+                "choose a 16-bit KV cache"
+            )
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+        def layer() -> LayerKV:
+            key, value = (torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2))
+            if spec.dtype.itemsize > 1:
+                return LayerKV(key, value)
+            return LayerKV(key, value, torch.ones((), device=device), torch.ones((), device=device))
+
+        return KVCache(spec, num_blocks, tuple(layer() for _ in range(spec.num_layers)))
+
     def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
-        """A dense product is the vendor library's business: nothing here beats it."""
+        """Q4_0, Q4_1 and Q8_0 stay quantised. A dense product is the vendor library's business."""
+        quantized = [part for part in weights if isinstance(part, QuantizedWeight)]
+        if len(quantized) == len(weights) and can_pack(quantized):
+            packed = pack(quantized, bias, self._device)
+            return lambda x: quantized_matmul(x, packed)
         weight = torch.cat([self._dense(part, dtype) for part in weights])
         bias = None if bias is None else bias.to(self._device, dtype)
         return lambda x: F.linear(x, weight, bias)
@@ -93,17 +124,6 @@ class TritonOps:
 
     def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
         return gated_activation(gate_up, kind)
-
-    def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-
-        def layer() -> LayerKV:
-            key, value = (torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2))
-            if spec.dtype.itemsize > 1:
-                return LayerKV(key, value)
-            return LayerKV(key, value, torch.ones((), device=device), torch.ones((), device=device))
-
-        return KVCache(spec, num_blocks, tuple(layer() for _ in range(spec.num_layers)))
 
     def _dense(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         matrix = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
