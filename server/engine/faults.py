@@ -12,7 +12,7 @@ from server.errors import ConfigError
 from server.runner.interface import Runner
 from server.scheduler.batch import SampledTokens, ScheduledBatch
 
-_CALLS_BEFORE_RAISING = 20
+_CALLS_BEFORE_RAISING = 100
 _EXIT_STATUS = 70
 
 
