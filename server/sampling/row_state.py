@@ -22,10 +22,7 @@ class Grammar(Protocol):
 
 
 class SamplingRow:
-    """One request's sampling state. Written by: the runner, through append.
-
-    plain_greedy: whether its token is the argmax of the raw logits whatever came before.
-    """
+    """One request's sampling state. Written by: the runner, through append."""
 
     def __init__(
         self,
@@ -58,10 +55,6 @@ class SamplingRow:
     def changes_logits(self) -> bool:
         """Grammar masks aside, which the sampler applies for all rows at once."""
         return self._penalties is not None or self._bias is not None or self.bans_stops
-
-    @property
-    def plain_greedy(self) -> bool:
-        return self.params.is_greedy and not self.changes_logits and self.grammar is None
 
     def adjust(self, logits: torch.Tensor) -> None:
         """logits: float32[V], changed in place."""

@@ -10,6 +10,7 @@ between threads by the number of rows (softmax and cumsum work row by row, sum d
 looked at never changes a result: a row whose cut might fall among the candidates' last ties is redone with more.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,10 +45,10 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequenc
     failed = _adjust(logits, rows)
     token_ids = _argmax(logits)
     drawing = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-    best = logits[torch.arange(len(rows), device=logits.device), torch.tensor(token_ids, device=logits.device)]
+    best = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0]
     for i, value in enumerate(best.tolist()):
-        if not np.isfinite(value):  # argmax finds a NaN before anything else
-            failed.setdefault(i, "the model's logits are not finite" if value != -np.inf else "no token is allowed")
+        if not math.isfinite(value):  # argmax finds a NaN before anything else
+            failed.setdefault(i, "the model's logits are not finite" if value != -math.inf else "no token is allowed")
     drawing = [i for i in drawing if i not in failed]
     if drawing:
         subset = logits if len(drawing) == len(rows) else logits[drawing]
