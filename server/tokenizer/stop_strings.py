@@ -30,11 +30,13 @@ class StopMatcher:
         self._first = re.compile(f"[{''.join(re.escape(char) for char in self._goto[0])}]") if stops else None
         self._state = 0
         self._held = ""
+        self.rest = ""
+        """What came behind the stop string in the piece that completed it."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """Returns the text that is certain to be outside any stop string, and the stop string where one is complete.
 
-        Once one was found, the stream is over: what follows it is dropped, and feed must not be called again.
+        Once one was found, the stream is over: what follows it is in `rest`, and feed must not be called again.
         """
         if self._first is None:
             return text, None
@@ -55,7 +57,7 @@ class StopMatcher:
             pos += 1
             stop = found[state]
             if stop is not None:
-                self._held = ""
+                self._held, self.rest = "", buffer[pos:]
                 return buffer[: pos if self._include_stop else pos - len(stop)], stop
         self._state = state
         keep = len(buffer) - self._depth[state]

@@ -19,7 +19,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from jinja2 import Template, TemplateError, Undefined, nodes
+from jinja2 import Environment, Template, TemplateError, Undefined, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -109,7 +109,9 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 class _GenerationTag(Extension):
     """{% generation %} ... {% endgeneration %} marks the assistant's part for training: here it is just its content."""
 
-    tags = {"generation"}  # noqa: RUF012 - the name and the type are Jinja's
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
