@@ -42,7 +42,8 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         ops,
         dtype=dtype,
         device=device,
-        keep_quantized=config.model.quantization == "auto",
+        # Backends multiply quantised weights by rounded activations; who asks for float32 asks for float32.
+        keep_quantized=config.model.quantization == "auto" and config.model.dtype != "float32",
         on_progress=lambda share: report("loading weights", share),
     )
     report("allocating KV cache", 0.0)

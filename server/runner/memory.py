@@ -6,9 +6,7 @@ from pathlib import Path
 import torch
 
 from kernels.layout import KVCacheSpec
-from server.config import EngineConfig
 from server.errors import ConfigError, OutOfMemoryAtStart
-from server.models.decoder import Decoder
 from server.models.spec import ModelSpec
 from server.protocol import MemoryLedger
 
@@ -58,28 +56,6 @@ def estimate_activations(spec: ModelSpec, *, num_tokens: int, num_sequences: int
     per_token = 4 * spec.hidden_size + 2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
     logits = 4 * num_sequences * spec.vocab_size * torch.float32.itemsize
     return num_tokens * per_token * dtype.itemsize + logits
-
-
-def plan_memory(
-    config: EngineConfig, *, spec: ModelSpec, kv_spec: KVCacheSpec, model: Decoder, device: torch.device
-) -> MemoryPlan:
-    """`plan` for a loaded model on a device as it is now. Raises ConfigError, OutOfMemoryAtStart."""
-    limits = config.scheduler
-    activations = estimate_activations(
-        spec, num_tokens=limits.max_num_batched_tokens, num_sequences=limits.max_num_seqs, dtype=model.dtype
-    )
-    return plan(
-        spec,
-        kv_spec,
-        measure_memory(device),
-        weights=model.weight_bytes,
-        activations=activations,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=config.model.max_model_len,
-        num_blocks=config.cache.num_blocks,
-        kv_cache_memory=config.cache.kv_cache_memory,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization if device.type == "cuda" else None,
-    )
 
 
 def plan(
