@@ -70,7 +70,6 @@ class Books:
         request.num_preemptions += 1
         request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
-        request.num_committed_blocks = 0
         self.waiting.add(request)
         self.num_preemptions += 1
 

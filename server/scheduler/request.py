@@ -36,7 +36,7 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     max_num_tokens: int
-    """Length at which it ends."""
+    """Length at which it ends; within the model's context, or it would have been refused."""
     min_num_tokens: int
     """Length up to which a stop token does not end it."""
     arrival_time: float
@@ -88,7 +88,7 @@ class Request:
         return None
 
 
-def make_request(message: GenerateRequest, *, order: tuple[int, int], max_model_len: int) -> Request:
+def make_request(message: GenerateRequest, *, order: tuple[int, int]) -> Request:
     """Resumed tokens are output like any other: they count for the limits and are computed with the prompt."""
     num_prompt_tokens = len(message.prompt_token_ids)
     sampling = message.sampling
@@ -99,7 +99,7 @@ def make_request(message: GenerateRequest, *, order: tuple[int, int], max_model_
         num_prompt_tokens=num_prompt_tokens,
         sampling=sampling,
         stop_token_ids=frozenset(sampling.stop_token_ids),
-        max_num_tokens=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
+        max_num_tokens=num_prompt_tokens + sampling.max_tokens,
         min_num_tokens=num_prompt_tokens + sampling.min_tokens,
         arrival_time=message.arrival_time,
         cache_salt=message.cache_salt,

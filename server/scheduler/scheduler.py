@@ -67,7 +67,7 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id} is in use")
         self._num_added += 1
         priority = request.priority if self._has_priorities else 0
-        new = make_request(request, order=(priority, self._num_added), max_model_len=self._max_model_len)
+        new = make_request(request, order=(priority, self._num_added))
         self._books.open(new)
         refusal = why_it_never_fits(
             new.num_prompt_tokens,

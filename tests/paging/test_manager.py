@@ -155,6 +155,19 @@ def test_resetting_forgets_the_cached_and_spares_the_running() -> None:
     manager.check_invariants()
 
 
+def test_a_row_does_not_bring_back_what_a_reset_forgot() -> None:
+    """Catches a commit that names a row's old blocks once more."""
+    manager = _manager()
+    tokens = list(range(12))
+    _compute(manager, 0, tokens[:8])
+    assert manager.admit(1, manager.match(_hashes(tokens[:8])), 12)
+    manager.reset_prefix_cache()
+    for row in (0, 1):
+        manager.commit(row, _hashes(tokens)[: len(manager.blocks_of(row))])
+    assert manager.match(_hashes(tokens)) == NO_MATCH
+    manager.check_invariants()
+
+
 def test_without_a_prefix_cache_nothing_is_found() -> None:
     """Catches a switch that only hides the hits and keeps paying for the index."""
     manager = _manager(enable_prefix_cache=False)

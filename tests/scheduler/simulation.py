@@ -39,13 +39,13 @@ def _values(tokens: Iterable[int]) -> list[int]:
     return values
 
 
-def expected_tokens(request: GenerateRequest, *, max_model_len: int = 10**9) -> list[int]:
+def expected_tokens(request: GenerateRequest) -> list[int]:
     """The whole output, resumed tokens included, of an undisturbed run without paging."""
     sampling = request.sampling
     tokens = list(request.prompt_token_ids)
     values = _values(tokens)
     output: list[int] = []
-    while len(output) < sampling.max_tokens and len(tokens) < max_model_len:
+    while len(output) < sampling.max_tokens:
         token = _sample(np.array(values, dtype=np.int64), sampling.seed)
         output.append(token)
         tokens.append(token)
@@ -164,7 +164,7 @@ class Simulation:
             max_blocks_per_request=blocks_needed(max_model_len, block_size),
             enable_prefix_cache=enable_prefix_cache,
         )
-        self.max_model_len = max_model_len
+        self.longest_request = min(max_model_len, num_blocks * block_size)
         self.scheduler = Scheduler(config=self.config, manager=self.manager, max_model_len=max_model_len)
         self.runner = FakeRunner(self.manager, self.config)
         self.answers: dict[str, Answer] = {}

@@ -43,8 +43,8 @@ def test_stop_tokens_and_limits(fields: dict, says: list[int], reason: FinishRea
     assert simulation.manager.usage().used == 0
 
 
-def test_a_full_context_ends_with_length() -> None:
-    """Catches a sequence that grows past what the positions, or the page table's row, can hold."""
+def test_a_request_may_fill_the_context_to_its_end() -> None:
+    """Catches a limit that is off by one: positions and the page table's row hold exactly max_model_len tokens."""
     simulation = Simulation(max_model_len=8, block_size=4)
     new = request("a", [1, 2, 3], max_tokens=5)
     simulation.add(new)
@@ -169,6 +169,19 @@ def test_a_failed_step_ends_its_requests_and_nobody_else() -> None:
     simulation.add(after)
     simulation.run()
     assert simulation.answers["d"].token_ids == expected_tokens(after)
+
+
+def test_a_row_released_in_a_failed_step_is_released_again() -> None:
+    """Catches a runner that never hears of a free row: it would find it taken when the next request enters it."""
+    simulation = Simulation(max_num_seqs=2)
+    simulation.add(request("a", range(10)), request("b", range(20, 30)))
+    simulation.step()
+    simulation.abort("a")
+    batch = simulation.scheduler.schedule(simulation.now)  # releases a's row; the runner raises before it looks at it
+    simulation.receive(simulation.scheduler.fail(batch, "boom", simulation.now))
+    simulation.add(request("c", range(10)), request("d", range(20, 30)))
+    simulation.run()
+    assert {simulation.answers[name].finish_reason for name in "cd"} == {FinishReason.LENGTH}
 
 
 def test_one_request_may_fail_in_a_step_that_served_the_others() -> None:

@@ -115,7 +115,7 @@ def test_the_watermark_keeps_blocks_for_the_running_and_never_stops_the_only_req
 def test_admission_counts_what_running_prefills_still_need() -> None:
     """Catches two long prompts that are both let in and then preempt each other half-way."""
     simulation = Simulation(num_blocks=30, block_size=4, max_num_batched_tokens=16)
-    simulation.add(request("a", [1] * 80, max_tokens=2), request("b", [2] * 80, max_tokens=2))
+    simulation.add(request("a", [1] * 80, max_tokens=30), request("b", [2] * 80, max_tokens=2))
     simulation.run()
     assert simulation.num_preemptions == 0
 
@@ -168,6 +168,31 @@ def test_a_prefix_in_the_making_is_waited_for_without_blocking_others() -> None:
     assert _shares(simulation) == {"first": 21}
     assert _shares(simulation) == {"same": 1}
     assert simulation.answers["same"].deltas[0].num_cached_tokens == 40
+
+
+def test_who_waits_for_a_prefix_keeps_its_claim_on_a_row() -> None:
+    """Catches a stream of others that take each row that comes free, and a search of the whole queue in every step."""
+    simulation = Simulation(max_num_batched_tokens=24, max_num_seqs=2, num_blocks=128)
+    simulation.add(request("first", range(40), max_tokens=5), request("same", range(40), max_tokens=1))
+    simulation.add(request("other", [9] * 5, max_tokens=1))
+    assert _shares(simulation) == {"first": 24}
+    assert _shares(simulation) == {"first": 16}
+    assert _shares(simulation) == {"first": 1, "same": 4}
+
+
+def test_a_second_computation_of_a_prefix_does_not_end_the_wait_for_the_first() -> None:
+    """Catches an entry that is removed by a request that it does not belong to."""
+    simulation = Simulation(max_num_batched_tokens=24, num_blocks=128)
+    simulation.add(request("first", range(80), max_tokens=1))
+    simulation.add(request("scored", range(80), max_tokens=1, prompt_logprobs=0))
+    simulation.add(request("same", range(80), max_tokens=1))
+    simulation.step()
+    assert simulation.describe("scored")["status"] == "running"
+    simulation.abort("scored")
+    simulation.step()
+    assert simulation.describe("same")["status"] == "waiting"
+    simulation.run()
+    assert simulation.answers["same"].deltas[0].num_cached_tokens == 76
 
 
 @pytest.mark.parametrize("how", ["abort", "preempt"])

@@ -13,8 +13,7 @@ PARTS = 8
 
 def _random_requests(rng: random.Random, simulation: Simulation) -> list[GenerateRequest]:
     prefixes = [[rng.randrange(50) for _ in range(rng.randrange(1, 40))] for _ in range(2)]
-    capacity = simulation.manager.num_blocks * simulation.manager.block_size
-    longest = min(capacity, simulation.max_model_len)
+    longest = simulation.longest_request
     requests = []
     for number in range(rng.randrange(1, 13)):
         shared = rng.choice(prefixes) if rng.random() < 0.6 else []
@@ -122,7 +121,7 @@ def test_random_workloads_give_the_undisturbed_answers(part: int) -> None:
 def _check_answers(simulation: Simulation, requests: list[GenerateRequest], *, context: str) -> None:
     for new in requests:
         answer = simulation.answers[new.request_id]
-        expected = expected_tokens(new, max_model_len=simulation.max_model_len)[len(new.resumed_token_ids) :]
+        expected = expected_tokens(new)[len(new.resumed_token_ids) :]
         assert answer.finish_reason is not None, f"{context}: {new.request_id} never ended"
         if answer.finish_reason is FinishReason.ABORT:
             assert answer.token_ids == expected[: len(answer.token_ids)], context
