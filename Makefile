@@ -48,8 +48,8 @@ torch-cpu:
 ifeq ($(shell uname -s),Linux)
 	@$(PIP) install --quiet $(addprefix --index-url ,$(TORCH_CPU_INDEX)) "torch==$(TORCH_VERSION)+cpu" || { echo; \
 	echo "pip found no CPU build of torch $(TORCH_VERSION). Name the index of PyTorch's CPU wheels (its start page shows it"; \
-	echo "for Compute Platform: CPU):  make $(MAKECMDGOALS) TORCH_CPU_INDEX=URL"; \
-	echo "or take the CUDA build, several gigabytes:  make $(MAKECMDGOALS) TORCH=cuda"; exit 2; }
+	echo "for Compute Platform: CPU):  make install TORCH_CPU_INDEX=URL"; \
+	echo "or take the CUDA build, several gigabytes:  make install TORCH=cuda"; exit 2; }
 else
 	$(PIP) install "torch==$(TORCH_VERSION)"
 endif

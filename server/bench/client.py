@@ -1,7 +1,7 @@
 """A lean streaming client: what it costs on the CPU is taken from the server under test, so it must cost little.
 
 One asyncio protocol a connection, a C parser for HTTP, a typed decoder for the events; connections are kept alive and
-reused. An event costs about 5 us, against some 150 us in a general-purpose client library.
+reused. An event costs about a sixth of what httpx takes for one (24 us against 141, measured side by side).
 """
 
 import asyncio
