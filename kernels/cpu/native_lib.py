@@ -29,7 +29,22 @@ class Step(ctypes.Structure):
     )
 
 
-_STEP, _PTR, _INT, _LONG, _FLOAT = POINTER(Step), c_void_p, c_int32, c_int64, c_float
+class Linear(ctypes.Structure):
+    """struct Linear of linear.h: one matrix's part of a linear layer."""
+
+    _fields_ = (
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("out_features", c_int64),
+        ("in_features", c_int64),
+        ("out_stride", c_int64),
+        ("kind", c_int32),
+        ("dtype", c_int32),
+        ("out_dtype", c_int32),
+    )
+
+
+_STEP, _LINEAR, _PTR, _INT, _LONG, _FLOAT = POINTER(Step), POINTER(Linear), c_void_p, c_int32, c_int64, c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "pt_norm": (None, [*[_PTR] * 4, _LONG, _LONG, _FLOAT, *[_INT] * 3]),
     "pt_gated": (None, [_PTR, _PTR, _LONG, _LONG, *[_INT] * 3]),
@@ -37,8 +52,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "pt_quant_supported": (_INT, []),
     "pt_quant_bytes": (_LONG, [_INT, _LONG, _LONG]),
     "pt_quant_pack": (None, [_INT, _PTR, _PTR, _LONG, _LONG, _INT]),
-    "pt_quant_linear": (_INT, [_INT, *[_PTR] * 4, *[_LONG] * 4, _INT, _INT]),
+    "pt_quant_linear": (_INT, [_LINEAR, _PTR, _PTR, _LONG, _INT]),
     "pt_quant_embed": (_INT, [_INT, *[_PTR] * 3, *[_LONG] * 3, _INT]),
+    "pt_dense_bytes": (_LONG, [_LONG, _LONG, _INT]),
+    "pt_dense_pack": (None, [_PTR, _PTR, _LONG, _LONG, _INT, _INT]),
+    "pt_dense_linear": (None, [_LINEAR, _PTR, _PTR, _LONG, _INT]),
     "pt_attention": (_INT, [_STEP, *[_PTR] * 4, *[_INT] * 5, _FLOAT, _FLOAT, _INT]),
 }
 

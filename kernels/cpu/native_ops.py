@@ -10,7 +10,7 @@ import torch
 
 from kernels.cpu import CpuOps
 from kernels.cpu.native_lib import DTYPES, Step, load, step_of
-from kernels.cpu.native_linear import QuantizedEmbedding, QuantizedLinear, keeps
+from kernels.cpu.native_linear import PackedLinear, QuantizedEmbedding, keeps
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, Weight
@@ -57,10 +57,11 @@ class NativeOps(CpuOps):
 
     def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
         """In bfloat16, quantised weights stay so; in float32 they are dequantised: that path is exact."""
-        kept = [weight for weight in weights if keeps(weight)]
-        if dtype is torch.bfloat16 and len(kept) == len(weights) and self.keeps_quantized:
-            return QuantizedLinear(self.lib, kept, bias)
-        return super().pack_linear(weights, bias, dtype=dtype)
+        if dtype not in DTYPES or _in_features(weights[0]) % 2:
+            return super().pack_linear(weights, bias, dtype=dtype)
+        if dtype is torch.float32 or not self.keeps_quantized:
+            weights = [weight if isinstance(weight, torch.Tensor) else weight.dequantize() for weight in weights]
+        return PackedLinear(self.lib, weights, bias, dtype=dtype)
 
     def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
         """A quantised table stays so, in every dtype."""
@@ -199,3 +200,7 @@ class NativeOps(CpuOps):
         if self._step is None or self._step[0] is not meta:
             self._step = (meta, step_of(meta, torch.get_num_threads()))
         return self._step[1]
+
+
+def _in_features(weight: Weight) -> int:
+    return weight.shape[1] if isinstance(weight, torch.Tensor) else weight.in_features

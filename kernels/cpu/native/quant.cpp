@@ -8,8 +8,7 @@
 // The order of summation is that of the groups: a row's bits don't depend on the batch or on the number of threads.
 #include <cstdlib>
 
-#include "pool.h"
-#include "step.h"
+#include "linear.h"
 #include "vec.h"
 
 namespace {
@@ -144,98 +143,63 @@ INLINE void micro(const uint8_t *weights, int64_t tile_bytes, int groups, const 
     }
 }
 
-struct Linear {
-    const uint8_t *weights;
-    int64_t out_features, in_features, out_stride;
-    const float *bias;
-    void *out;
-};
-
-template <int KIND, int ROWS, int TILES, class T>
-void tile_pass(const Linear &l, const Activations &x, int64_t row, int64_t tile) {
+template <int KIND, int ROWS, int TILES>
+void tile_pass(const Linear &l, const Activations &x, void *out, int64_t row, int64_t tile) {
     int groups = (int)(l.in_features / GROUP);
     int64_t tile_bytes = (int64_t)groups * format_of(KIND).block_bytes;
     vf acc[ROWS][TILES] = {};
-    micro<KIND, ROWS, TILES>(l.weights + tile * tile_bytes, tile_bytes, groups, x, row, acc);
-    for (int t = 0; t < TILES; t++) {
-        int64_t first = (tile + t) * LANES, left = l.out_features - first;
-        int n = left < LANES ? (int)left : LANES;
-        for (int r = 0; r < ROWS; r++) {
-            vf y = acc[r][t];
-            T *to = (T *)l.out + (row + r) * l.out_stride + first;
-            if (l.bias) y += load_floats(l.bias + first, n);
-            if (n == LANES)
-                store_floats(to, y);
-            else
-                store_floats(to, y, n);
-        }
-    }
+    micro<KIND, ROWS, TILES>((const uint8_t *)l.weights + tile * tile_bytes, tile_bytes, groups, x, row, acc);
+    for (int r = 0; r < ROWS; r++)
+        for (int t = 0; t < TILES; t++) store_outputs(l, out, row + r, tile + t, acc[r][t]);
 }
 
-template <int KIND, int TILES, class T>
-void rows_pass(const Linear &l, const Activations &x, int64_t row, int rows, int64_t tile) {
+template <int KIND, int TILES>
+void rows_pass(const Linear &l, const Activations &x, void *out, int64_t row, int rows, int64_t tile) {
     switch (rows) {
-        case 1: return tile_pass<KIND, 1, TILES, T>(l, x, row, tile);
-        case 2: return tile_pass<KIND, 2, TILES, T>(l, x, row, tile);
-        case 3: return tile_pass<KIND, 3, TILES, T>(l, x, row, tile);
-        case 4: return tile_pass<KIND, 4, TILES, T>(l, x, row, tile);
-        case 5: return tile_pass<KIND, 5, TILES, T>(l, x, row, tile);
-        default: return tile_pass<KIND, 6, TILES, T>(l, x, row, tile);
+        case 1: return tile_pass<KIND, 1, TILES>(l, x, out, row, tile);
+        case 2: return tile_pass<KIND, 2, TILES>(l, x, out, row, tile);
+        case 3: return tile_pass<KIND, 3, TILES>(l, x, out, row, tile);
+        case 4: return tile_pass<KIND, 4, TILES>(l, x, out, row, tile);
+        case 5: return tile_pass<KIND, 5, TILES>(l, x, out, row, tile);
+        default: return tile_pass<KIND, 6, TILES>(l, x, out, row, tile);
     }
 }
 
-// Rows [from, to) in strips of at most MAX_ROWS, as even as they come, for the outputs of TILES tiles.
-template <int KIND, int TILES, class T>
-void column_pass(const Linear &l, const Activations &x, int64_t from, int64_t to, int64_t tile) {
-    int64_t rows = to - from, strips = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (int64_t s = 0; s < strips; s++) {
-        int64_t first = from + rows * s / strips, last = from + rows * (s + 1) / strips;
-        rows_pass<KIND, TILES, T>(l, x, first, (int)(last - first), tile);
-    }
-}
-
-template <int KIND, class T>
-void run(const Linear &l, const T *input, int64_t rows, const Activations &x, int threads) {
+template <int KIND>
+void quantize_rows(const Linear &l, const void *input, int64_t from, int64_t to, const Activations &x) {
     constexpr Format F = format_of(KIND);
-    constexpr int64_t ROW_BLOCK = 240;
-    int64_t size = l.in_features, groups = size / GROUP, tiles = (l.out_features + LANES - 1) / LANES;
-    pool::parallel_for((rows + 15) / 16, threads, [&](int64_t piece) {
-        for (int64_t r = piece * 16; r < (piece + 1) * 16 && r < rows; r++) {
-            float *sum_f = F.has_min ? (float *)x.sum + r * groups : nullptr;
-            int32_t *sum_i = F.has_min ? nullptr : (int32_t *)x.sum + r * groups;
-            quantize_row(input + r * size, (int)size, x.codes + r * size, x.scale + r * groups, sum_f, sum_i, F.zero);
-        }
-    });
-    // A piece: some pairs of tiles for a block of rows, at least 32k multiply-adds' worth of weights.
-    int64_t pairs = (tiles + 1) / 2, step = 65536 / (2 * LANES * size) + 1;
-    int64_t strips = (pairs + step - 1) / step, row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    pool::parallel_for(strips * row_blocks, threads, [&](int64_t piece) {
-        int64_t from = piece / strips * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
-        int64_t first = piece % strips * step, last = first + step < pairs ? first + step : pairs;
-        for (int64_t p = first; p < last; p++) {
-            if (2 * p + 2 <= tiles)
-                column_pass<KIND, 2, T>(l, x, from, to, 2 * p);
-            else
-                column_pass<KIND, 1, T>(l, x, from, to, 2 * p);
-        }
-    });
+    int64_t size = l.in_features, groups = size / GROUP;
+    for (int64_t r = from; r < to; r++) {
+        float *sum_f = F.has_min ? (float *)x.sum + r * groups : nullptr;
+        int32_t *sum_i = F.has_min ? nullptr : (int32_t *)x.sum + r * groups;
+        int8_t *codes = x.codes + r * size;
+        float *scale = x.scale + r * groups;
+        if (l.dtype == F32)
+            quantize_row((const float *)input + r * size, (int)size, codes, scale, sum_f, sum_i, F.zero);
+        else
+            quantize_row((const bf16 *)input + r * size, (int)size, codes, scale, sum_f, sum_i, F.zero);
+    }
 }
 
-template <class T>
-int run_kind(int kind, const Linear &l, const T *input, int64_t rows, int threads) {
+template <int KIND>
+int run(const Linear &l, const void *input, void *out, int64_t rows, int threads) {
     int64_t groups = l.in_features / GROUP;
-    char *scratch = (char *)aligned_alloc(64, ((size_t)rows * (l.in_features + 8 * groups) + 63) / 64 * 64 + 64);
+    char *scratch = (char *)malloc((size_t)rows * (l.in_features + 8 * groups) + 64);
     if (!scratch) return 1;
     Activations x;
     x.scale = (float *)scratch;
     x.sum = scratch + rows * groups * 4;
     x.codes = (int8_t *)scratch + rows * groups * 8;
-    if (kind == Q4_0)
-        run<Q4_0, T>(l, input, rows, x, threads);
-    else if (kind == Q4_1)
-        run<Q4_1, T>(l, input, rows, x, threads);
-    else
-        run<Q8_0, T>(l, input, rows, x, threads);
+    constexpr int64_t ROWS = 16;
+    pool::parallel_for((rows + ROWS - 1) / ROWS, threads, [&](int64_t piece) {
+        quantize_rows<KIND>(l, input, piece * ROWS, (piece + 1) * ROWS < rows ? (piece + 1) * ROWS : rows, x);
+    });
+    multiply<2, MAX_ROWS>(l, rows, threads, [&](int64_t row, int count, int64_t tile, int tiles) {
+        if (tiles == 2)
+            rows_pass<KIND, 2>(l, x, out, row, count, tile);
+        else
+            rows_pass<KIND, 1>(l, x, out, row, count, tile);
+    });
     free(scratch);
     return 0;
 }
@@ -276,16 +240,14 @@ void pt_quant_pack(int kind, const uint8_t *blocks, uint8_t *packed, int64_t out
     });
 }
 
-// x [rows, in] -> out [rows, out] with rows out_stride elements apart. bias: float[out] or null. Returns 0, 1: out of memory.
-int pt_quant_linear(int kind, const void *x, const uint8_t *packed, const float *bias, void *out, int64_t rows,
-                    int64_t out_features, int64_t in_features, int64_t out_stride, int dtype, int threads) {
+// linear: see linear.h. x [rows, in] in linear.dtype -> [rows, out] in linear.out_dtype. Returns 0, or 1 where memory ran out.
+int pt_quant_linear(const Linear *linear, const void *x, void *out, int64_t rows, int threads) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    Linear l = {packed, out_features, in_features, out_stride, bias, out};
-    if (dtype == F32) return run_kind(kind, l, (const float *)x, rows, threads);
-    return run_kind(kind, l, (const bf16 *)x, rows, threads);
+    if (linear->kind == Q4_0) return run<Q4_0>(*linear, x, out, rows, threads);
+    if (linear->kind == Q4_1) return run<Q4_1>(*linear, x, out, rows, threads);
+    return run<Q8_0>(*linear, x, out, rows, threads);
 #else
-    (void)kind, (void)x, (void)packed, (void)bias, (void)out, (void)rows, (void)out_features, (void)in_features;
-    (void)out_stride, (void)dtype, (void)threads;
+    (void)linear, (void)x, (void)out, (void)rows, (void)threads;
     return 1;
 #endif
 }

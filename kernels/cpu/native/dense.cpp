@@ -1,0 +1,90 @@
+// Linear layers on dense weights, float32 or bf16 (products of bf16 are exact, sums are float32: vdpbf16ps).
+//
+// Weights are repacked once into tiles of 16 outputs, in 4-byte units (a float, or a pair of bf16 along k): [unit of k][output].
+// Outputs fill the lanes and k runs in order, so a row's bits don't depend on the batch or on the number of threads.
+#include "linear.h"
+
+namespace {
+
+constexpr int MAX_ROWS = 6;
+constexpr int MAX_TILES = 4;
+
+template <bool BF16>
+INLINE vf mac(vf acc, vu a, vu b) {
+    return BF16 ? dot_pairs(acc, a, b) : acc + bits<vf>(a) * bits<vf>(b);
+}
+
+template <bool BF16, int ROWS, int TILES>
+void tile_pass(const Linear &l, const uint32_t *x, void *out, int64_t row, int64_t tile) {
+    int64_t units = l.in_features / (BF16 ? 2 : 1);
+    const uint32_t *weights = (const uint32_t *)l.weights + tile * units * LANES, *in[ROWS];
+    for (int r = 0; r < ROWS; r++) in[r] = x + (row + r) * units;
+    vf acc[ROWS][TILES] = {};
+    for (int64_t k = 0; k < units; k++) {
+        vu w[TILES];
+#pragma GCC unroll 4
+        for (int t = 0; t < TILES; t++) w[t] = load<vu>(weights + (t * units + k) * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) {
+            vu a = splat_u(in[r][k]);
+#pragma GCC unroll 4
+            for (int t = 0; t < TILES; t++) acc[r][t] = mac<BF16>(acc[r][t], w[t], a);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int t = 0; t < TILES; t++) store_outputs(l, out, row + r, tile + t, acc[r][t]);
+}
+
+template <bool BF16, int TILES>
+void rows_pass(const Linear &l, const uint32_t *x, void *out, int64_t row, int rows, int64_t tile) {
+    switch (rows) {
+        case 1: return tile_pass<BF16, 1, TILES>(l, x, out, row, tile);
+        case 2: return tile_pass<BF16, 2, TILES>(l, x, out, row, tile);
+        case 3: return tile_pass<BF16, 3, TILES>(l, x, out, row, tile);
+        case 4: return tile_pass<BF16, 4, TILES>(l, x, out, row, tile);
+        case 5: return tile_pass<BF16, 5, TILES>(l, x, out, row, tile);
+        default: return tile_pass<BF16, 6, TILES>(l, x, out, row, tile);
+    }
+}
+
+template <bool BF16>
+void run(const Linear &l, const uint32_t *x, void *out, int64_t rows, int threads) {
+    multiply<MAX_TILES, MAX_ROWS>(l, rows, threads, [&](int64_t row, int count, int64_t tile, int tiles) {
+        if (tiles == MAX_TILES)
+            rows_pass<BF16, MAX_TILES>(l, x, out, row, count, tile);
+        else
+            rows_pass<BF16, 1>(l, x, out, row, count, tile);
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+// Bytes of the packed form; in_features is even for bf16.
+int64_t pt_dense_bytes(int64_t out_features, int64_t in_features, int dtype) {
+    return (out_features + LANES - 1) / LANES * LANES * in_features * (dtype == F32 ? 4 : 2);
+}
+
+// weights: [out_features, in_features] of dtype -> packed.
+void pt_dense_pack(const void *weights, void *packed, int64_t out_features, int64_t in_features, int dtype, int threads) {
+    int64_t units = in_features / (dtype == F32 ? 1 : 2), tiles = (out_features + LANES - 1) / LANES;
+    const uint32_t *from = (const uint32_t *)weights;
+    uint32_t *to = (uint32_t *)packed;
+    pool::parallel_for(tiles, threads, [&](int64_t t) {
+        for (int64_t k = 0; k < units; k++)
+            for (int64_t o = 0; o < LANES; o++) {
+                int64_t row = t * LANES + o;
+                to[(t * units + k) * LANES + o] = row < out_features ? from[row * units + k] : 0;
+            }
+    });
+}
+
+// linear: see linear.h. x [rows, in] in linear.dtype -> [rows, out] in linear.out_dtype.
+void pt_dense_linear(const Linear *linear, const void *x, void *out, int64_t rows, int threads) {
+    if (linear->dtype == F32)
+        run<false>(*linear, (const uint32_t *)x, out, rows, threads);
+    else
+        run<true>(*linear, (const uint32_t *)x, out, rows, threads);
+}
+}
