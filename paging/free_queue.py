@@ -12,8 +12,9 @@ garbage collector has two objects to look at instead of a hundred thousand.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from paging.errors import OutOfBlocks
+from paging.errors import InvariantViolation, OutOfBlocks
 
 NULL_BLOCK = 0
 """Target of padding. Never free, never allocated."""
@@ -36,13 +37,7 @@ class FreeQueue:
 
     def __iter__(self) -> Iterator[int]:
         """From the next one to be taken to the last. O(n): for checks, not for a step."""
-        block = self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
-            yield block
-            block = self._next[block]
-
-    def __contains__(self, block: int) -> bool:
-        return self._next[block] != _ABSENT
+        return _walk(self._next)
 
     def take(self, count: int) -> list[int]:
         """The first `count` blocks, off the queue. Raises OutOfBlocks, with nothing taken."""
@@ -93,3 +88,22 @@ class FreeQueue:
         self._prev[after] = before
         self._next[block] = _ABSENT
         self._len -= 1
+
+    def check_invariants(self) -> None:
+        """Raises InvariantViolation where the links, walked from either end, don't lead through all free blocks."""
+        limit = self._len + 1  # broken links may run in a circle
+        forward, backward = list(islice(self, limit)), list(islice(_walk(self._prev), limit))
+        if forward != backward[::-1]:
+            raise InvariantViolation("the free queue reads differently from its two ends")
+        num_absent = self._next.count(_ABSENT)
+        if len(forward) != self._len or len(forward) + num_absent + 1 != len(self._next):
+            raise InvariantViolation(
+                f"free queue: {len(forward)} blocks linked, {self._len} counted, {num_absent} absent"
+            )
+
+
+def _walk(links: list[int]) -> Iterator[int]:
+    block = links[NULL_BLOCK]
+    while block != NULL_BLOCK:
+        yield block
+        block = links[block]

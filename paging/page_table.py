@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from paging.errors import InvariantViolation
 from paging.free_queue import NULL_BLOCK
 
 
@@ -23,9 +24,6 @@ class PageTable:
         self.view: npt.NDArray[np.int32] = self._table.view()
         """Read-only, always current."""
         self.view.flags.writeable = False
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def row(self, row: int) -> list[int]:
         """The row's blocks, in sequence order. The caller must not change it."""
@@ -43,3 +41,11 @@ class PageTable:
         self._table[row, : len(entries)] = NULL_BLOCK
         self._rows[row] = []
         return entries
+
+    def check_invariants(self) -> None:
+        """Raises InvariantViolation where the table shows anything but the rows' blocks and padding."""
+        for row, entries in enumerate(self._rows):
+            if entries and self._table[row, : len(entries)].tolist() != entries:
+                raise InvariantViolation(f"row {row} of the page table differs from the blocks it was given")
+        if np.count_nonzero(self._table) != sum(map(len, self._rows)):
+            raise InvariantViolation("the page table differs from its padding where no block was given")

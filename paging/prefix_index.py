@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from paging.errors import InvariantViolation
 from paging.hashing import BlockHash
 
 
@@ -16,14 +17,8 @@ class PrefixIndex:
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: list[BlockHash | None] = [None] * (num_blocks + 1)
 
-    def __len__(self) -> int:
-        return len(self._block_of)
-
     def hash_of(self, block: int) -> BlockHash | None:
         return self._hash_of[block]
-
-    def block_of(self, block_hash: BlockHash) -> int | None:
-        return self._block_of.get(block_hash)
 
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Blocks of the first hashes, up to the first one that is unknown."""
@@ -35,13 +30,11 @@ class PrefixIndex:
             found.append(block)
         return found
 
-    def add(self, block: int, block_hash: BlockHash) -> bool:
-        """False, and no change, where the content is already known under another block or the block has a name."""
-        if block_hash in self._block_of or self._hash_of[block] is not None:
-            return False
-        self._block_of[block_hash] = block
-        self._hash_of[block] = block_hash
-        return True
+    def add(self, block: int, block_hash: BlockHash) -> None:
+        """Names a block that has no name. Where the content is known already, nothing changes."""
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
 
     def forget(self, blocks: Sequence[int]) -> int:
         """Drops the names of those blocks that have one; returns how many had."""
@@ -59,3 +52,10 @@ class PrefixIndex:
         for block in self._block_of.values():
             self._hash_of[block] = None
         self._block_of.clear()
+
+    def check_invariants(self) -> None:
+        """Raises InvariantViolation where the two directions disagree."""
+        if self._block_of != {name: block for block, name in enumerate(self._hash_of) if name is not None}:
+            raise InvariantViolation(
+                "a hash leads to a block that does not carry it, or a block's hash leads elsewhere"
+            )

@@ -44,8 +44,7 @@ class AdmittedRow(msgspec.Struct, frozen=True):
 class ScheduledBatch(msgspec.Struct, frozen=True):
     """One step. Items come in row-independent order, requests with one new token first.
 
-    Released rows are free before admitted ones are filled. A row whose release fell into a failed step is released
-    again: releasing a free row does nothing.
+    Released rows are free before admitted ones are filled.
     """
 
     step_id: int

@@ -2,7 +2,7 @@
 
     batch = scheduler.schedule(now)
     ...the runner computes it...
-    output = scheduler.update(batch, sampled, now)      or fail(batch, message, now)
+    output = scheduler.update(batch, sampled, now)
 
 There are no phases. A running request has tokens that are computed and tokens to run; a step takes from all of them
 what its token budget allows. Chunked prefill, prefix hits, decode and recomputing after a preemption are that one case.
@@ -91,7 +91,7 @@ class Scheduler:
                 self._ended.append(self._end(request, FinishReason.ABORT))
 
     def take_finished(self, now: float) -> StepOutput | None:
-        """For a moment without a step: what ended outside one, if anything did. update() and fail() carry it too."""
+        """For a moment without a step: what ended outside one, if anything did. update() carries it too."""
         return self._output(NO_STEP, [], 0, now) if self._ended else None
 
     # ------------------------------------------------------------------------------------------------------- a step out
@@ -153,14 +153,6 @@ class Scheduler:
             if item.samples:
                 deltas.append(self._absorb(request, rows[item.request_id], now))
         return self._output(batch.step_id, deltas, num_tokens, now)
-
-    def fail(self, batch: ScheduledBatch, message: str, now: float) -> StepOutput:
-        """The step raised: its requests end with an error and free their blocks; all others go on."""
-        in_step = [self._books.requests.get(item.request_id) for item in batch.items]
-        deltas = [self._end(request, FinishReason.ERROR, error=message) for request in in_step if request is not None]
-        # The runner may not have got as far as applying the releases of the failed step.
-        self._books.released_rows = list(dict.fromkeys([*batch.released_rows, *self._books.released_rows]))
-        return self._output(batch.step_id, deltas, 0, now)
 
     def _commit(self, request: Request) -> None:
         """Lets others find the blocks that are full now."""

@@ -58,4 +58,4 @@ def test_random_operations_match_a_list() -> None:
                 model[:0] = blocks
         assert list(queue) == model
         assert len(queue) == len(model)
-        assert [block for block in range(1, 13) if block in queue] == sorted(model)
+        queue.check_invariants()

@@ -190,10 +190,13 @@ def test_the_books_notice_tampering() -> None:
     """Catches a check_invariants() that can't fail: each line of the books is bent once."""
     bends = {
         "references": lambda m: m._pool.acquire([m.blocks_of(0)[0]]),
-        "differs": lambda m: m.page_table._table.__setitem__((1, 0), 5),
+        "differs": lambda m: m.page_table._table.__setitem__((0, 0), 5),
         "capacity": lambda m: m._capacity.__setitem__(0, 4),
         "committed": lambda m: m._num_committed.__setitem__(0, 9),
         "free queue": lambda m: m._pool._free.__setattr__("_len", 3),
+        "two ends": lambda m: m._pool._free._prev.__setitem__(5, 3),
+        "are free and": lambda m: m._pool._free.append(m._pool._free.take(1) and [1]),
+        "no block was given": lambda m: m.page_table._table.__setitem__((0, 7), 1),
         "carry it": lambda m: m._pool._index._block_of.clear(),
         "are named": lambda m: m._pool.__setattr__("num_cached", 2),
         "null block": lambda m: m._pool._references.__setitem__(0, 1),

@@ -76,7 +76,7 @@ class FakeRunner:
 
     def run(self, batch: ScheduledBatch) -> SampledTokens:
         for row in batch.released_rows:
-            self._rows.pop(row, None)
+            del self._rows[row]
         for admitted in batch.admitted:
             assert admitted.row not in self._rows, "a row is filled twice"
             tokens = admitted.prompt_token_ids + admitted.output_token_ids

@@ -152,38 +152,6 @@ def test_an_id_that_is_in_use_is_an_error() -> None:
     simulation.run()
 
 
-def test_a_failed_step_ends_its_requests_and_nobody_else() -> None:
-    """Catches an exception in a step that leaks blocks or rows, or that leaves a client waiting for ever."""
-    simulation = Simulation(max_num_seqs=2)
-    simulation.add(*(request(name, range(10), max_tokens=6, cache_salt=name) for name in "abc"))
-    simulation.step()
-    simulation.abort("a")
-    batch = simulation.scheduler.schedule(simulation.now)  # releases a's row and fills it with c
-    simulation.receive(simulation.scheduler.fail(batch, "boom", simulation.now))
-    simulation.scheduler.check_invariants()
-    assert simulation.manager.usage().used == 0
-    for name in "bc":
-        assert simulation.answers[name].finish_reason is FinishReason.ERROR
-        assert simulation.answers[name].error == "boom"
-    after = request("d", range(30), max_tokens=6)
-    simulation.add(after)
-    simulation.run()
-    assert simulation.answers["d"].token_ids == expected_tokens(after)
-
-
-def test_a_row_released_in_a_failed_step_is_released_again() -> None:
-    """Catches a runner that never hears of a free row: it would find it taken when the next request enters it."""
-    simulation = Simulation(max_num_seqs=2)
-    simulation.add(request("a", range(10)), request("b", range(20, 30)))
-    simulation.step()
-    simulation.abort("a")
-    batch = simulation.scheduler.schedule(simulation.now)  # releases a's row; the runner raises before it looks at it
-    simulation.receive(simulation.scheduler.fail(batch, "boom", simulation.now))
-    simulation.add(request("c", range(10)), request("d", range(20, 30)))
-    simulation.run()
-    assert {simulation.answers[name].finish_reason for name in "cd"} == {FinishReason.LENGTH}
-
-
 def test_one_request_may_fail_in_a_step_that_served_the_others() -> None:
     """Catches a request that the runner refused and that is nevertheless kept, or that takes others with it."""
     simulation = Simulation()
