@@ -10,6 +10,7 @@ from paging import KVCacheManager
 from server.config import DeviceConfig, EngineConfig
 from server.engine.core import EngineCore
 from server.engine.faults import FaultyRunner
+from server.engine.grammar_gate import GrammarGate
 from server.errors import ConfigError
 from server.models.registry import read_spec
 from server.protocol import Ready
@@ -18,6 +19,8 @@ from server.runner.kv_cache import allocate_kv_cache, kv_cache_spec
 from server.runner.memory import estimate_activations, measure_memory, plan
 from server.runner.model_runner import ModelRunner
 from server.scheduler.scheduler import Scheduler
+from server.structured import GrammarCompiler
+from server.tokenizer import load_tokenizer
 from server.weights.load import load_model
 from server.weights.locate import locate
 
@@ -71,12 +74,14 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         enable_prefix_cache=config.cache.prefix_cache,
     )
     scheduler = Scheduler(config=config.scheduler, manager=manager, max_model_len=room.max_model_len)
+    gate = GrammarGate(lambda: GrammarCompiler(load_tokenizer(files), vocab_size=spec.vocab_size))
     runner = ModelRunner(
         model=model,
         kv_cache=kv_cache,
         page_table=manager.page_table.view,
         max_num_seqs=num_seqs,
         device=device,
+        start_grammar=gate.start,
     )
     report("warming up", 0.0)
     runner.warm_up(_WARM_UP_TOKENS)
@@ -92,7 +97,7 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         backend=ops.name,
         ledger=room.ledger,
     )
-    return EngineCore(scheduler=scheduler, runner=_with_faults(runner, config.faults)), ready
+    return EngineCore(scheduler=scheduler, runner=_with_faults(runner, config.faults), gate=gate), ready
 
 
 def _ops(config: DeviceConfig, device: torch.device) -> Ops:

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from server.engine.grammar_gate import GrammarGate
 from server.protocol import GenerateRequest, StepOutput
 from server.runner.interface import Runner
 from server.scheduler.batch import ScheduledBatch
@@ -16,23 +17,31 @@ class EngineCore:
     the process ends with it, and the API process resumes every request on a fresh engine.
     """
 
-    def __init__(self, *, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, *, scheduler: Scheduler, runner: Runner, gate: GrammarGate) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._gate = gate
 
     def add(self, request: GenerateRequest) -> None:
-        self._scheduler.add(request, time.monotonic())
+        if not self._gate.hold(request):
+            self._scheduler.add(request, time.monotonic())
 
     def abort(self, request_ids: list[str]) -> None:
+        self._enter(self._gate.take(request_ids))
         self._scheduler.abort(request_ids)
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or len(self._gate) > 0
 
     def schedule(self) -> ScheduledBatch:
         """Decides the next step. An empty batch means that nothing can run; ends of requests may have come up."""
+        self._enter(self._gate.release())
         return self._scheduler.schedule(time.monotonic())
+
+    def _enter(self, requests: list[GenerateRequest]) -> None:
+        for request in requests:
+            self._scheduler.add(request, time.monotonic())
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """Runs the step and books its results."""

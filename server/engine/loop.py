@@ -17,7 +17,7 @@ from server.protocol import (
     StepBegun,
 )
 
-_PATIENCE_S = 0.05
+_PATIENCE_S = 0.005
 """How long to wait for a command when requests are open but none can run, e.g. while a grammar compiles."""
 
 
