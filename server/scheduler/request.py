@@ -19,7 +19,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """Written by: Scheduler only.
+    """Written by: server.scheduler only.
 
         token_ids   | prompt ................ | output ........ |
                     | computed .......................... | to run |
