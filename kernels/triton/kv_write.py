@@ -13,7 +13,7 @@ from kernels.ops import QkvLayout
 from kernels.triton.launch import padded, scale_or_unit
 
 HEADS_PER_PROGRAM = 8
-"""Heads of one token that a program handles: 1024 elements at head dim 128, eight a thread."""
+"""Heads of one token that a program handles: 1024 elements at head dim 128."""
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def rope_and_write_kv(
         BLOCK_SIZE=layer.key.shape[1], HEADS=HEADS_PER_PROGRAM,
         Q_NORM=layout.q_norm is not None, K_NORM=layout.k_norm is not None,
         SCALED=layer.key_scale is not None, LIMIT=torch.finfo(layer.key.dtype).max if is_8bit else 0.0,
-        num_warps=4,
+        num_warps=max(1, HEADS_PER_PROGRAM * padded(half) // 256),  # eight elements, 16 bytes, a thread
     )  # fmt: skip
     return q
 

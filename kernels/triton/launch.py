@@ -69,13 +69,15 @@ def decode_config(target: Target, head_dim: int) -> DecodeConfig:
 
 
 def prefill_config(target: Target, head_dim: int) -> PrefillConfig:
-    """A taller tile reads each key for more queries; registers bound it at head dim 256."""
+    """A taller tile reads each key for more queries; registers bound it: nothing may spill."""
     if target.arch == "interpreter":
         return PrefillConfig(rows=32, tile=32, num_warps=4, num_stages=2)
-    if head_dim > 128:
-        return PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=2)
     if target.arch.startswith("gfx"):
         return PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=1)
+    if head_dim > 128:
+        return PrefillConfig(rows=64, tile=32, num_warps=8, num_stages=2)
+    if target.arch in ("sm_80", "sm_86") and head_dim > 64:
+        return PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=2)
     return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3 if head_dim <= 64 else 2)
 
 

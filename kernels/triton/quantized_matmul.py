@@ -8,8 +8,8 @@ groups first, so that the rows of one program's tile are contiguous:
             int8 [K / 32, N, 32]
     scales  float16[K / 32, N]    minima the same
 
-A code is exact in bfloat16, so a group's product is taken on the codes and scaled afterwards: no rounding of weights.
-A row's sums run over the groups in order, whatever the tile: they don't depend on the batch.
+A tile of weights is restored in float32, rounded to the activations' dtype and multiplied there. A row's sums run over
+the groups in order, whatever the tile's height: they don't depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -87,47 +87,59 @@ def quantized_matmul_kernel(
     BIAS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    TILE_G: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
-    """Grid: (ceil(M / TILE_M), ceil(N / TILE_N)), rows fastest: programs that share weights run side by side."""
+    """Grid: (ceil(M / TILE_M), ceil(N / TILE_N)), rows fastest: programs that share weights run side by side.
+
+    TILE_G groups are read at once. Their first halves (16 elements each) make one product, their second halves another.
+    """
     rows = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     columns = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-    row_mask = rows < num_rows
+    row_mask = (rows < num_rows)[:, None]
     column_mask = columns < N
-    lanes = tl.arange(0, 16)
-    x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride + lanes[None, :]
+    halves = tl.arange(0, TILE_G * 16)  # element 16 * g + i of these is element i of group g's half
+    x_tile = x_ptr + rows.to(tl.int64)[:, None] * x_stride + (halves // 16 * 32 + halves % 16)[None, :]
     code_bytes: tl.constexpr = 16 if FOUR_BIT else 32
-    code_columns = codes_ptr + columns[:, None] * code_bytes + lanes[None, :]
+    groups = tl.arange(0, TILE_G)
+    of_group = groups[None, :] * N + columns[:, None]  # [TILE_N, TILE_G]
+    codes_tile = codes_ptr + (of_group * code_bytes)[:, :, None] + tl.arange(0, 16)[None, None, :]
     acc = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for group in range(0, NUM_GROUPS):
-        x_low = tl.load(x_rows + group * 32, mask=row_mask[:, None], other=0.0).to(DOT_DTYPE)
-        x_high = tl.load(x_rows + group * 32 + 16, mask=row_mask[:, None], other=0.0).to(DOT_DTYPE)
-        codes = code_columns + tl.cast(group, tl.int64) * (N * code_bytes)
-        low = tl.load(codes, mask=column_mask[:, None], other=0)
+    for start in range(0, NUM_GROUPS, TILE_G):
+        live = start + groups < NUM_GROUPS
+        group_mask = column_mask[:, None] & live[None, :]
+        x_mask = row_mask & (start + halves // 16 < NUM_GROUPS)[None, :]
+        x_low = tl.load(x_tile + start * 32, mask=x_mask, other=0.0).to(DOT_DTYPE)
+        x_high = tl.load(x_tile + start * 32 + 16, mask=x_mask, other=0.0).to(DOT_DTYPE)
+        codes = codes_tile + tl.cast(start, tl.int64) * (N * code_bytes)
+        low = tl.load(codes, mask=group_mask[:, :, None], other=0)
         if FOUR_BIT:
             high = low >> 4
             low = low & 15
         else:
-            high = tl.load(codes + 16, mask=column_mask[:, None], other=0)
-        products = tl.dot(x_low, tl.trans(low.to(DOT_DTYPE)), input_precision="ieee")
-        products = tl.dot(x_high, tl.trans(high.to(DOT_DTYPE)), products, input_precision="ieee")
-        scales = tl.load(scales_ptr + group * N + columns, mask=column_mask, other=0.0).to(tl.float32)
-        acc += products * scales[None, :]
+            high = tl.load(codes + 16, mask=group_mask[:, :, None], other=0)
+        scales = tl.load(scales_ptr + start * N + of_group, mask=group_mask, other=0.0).to(tl.float32)[:, :, None]
+        low = low.to(tl.float32) * scales
+        high = high.to(tl.float32) * scales
         if FOUR_BIT:
-            minima = tl.load(minima_ptr + group * N + columns, mask=column_mask, other=0.0).to(tl.float32)
-            sums = tl.sum(x_low.to(tl.float32), axis=1) + tl.sum(x_high.to(tl.float32), axis=1)
-            acc += sums[:, None] * minima[None, :]
+            minima = tl.load(minima_ptr + start * N + of_group, mask=group_mask, other=0.0).to(tl.float32)[:, :, None]
+            low += minima
+            high += minima
+        low = tl.trans(tl.reshape(low.to(DOT_DTYPE), (TILE_N, TILE_G * 16)))
+        high = tl.trans(tl.reshape(high.to(DOT_DTYPE), (TILE_N, TILE_G * 16)))
+        acc = tl.dot(x_low, low, acc, input_precision="ieee")
+        acc = tl.dot(x_high, high, acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     out = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask[None, :])
 
 
 def quantized_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """x [M, K], last axis contiguous -> [M, N] in x's dtype: x @ w.T + bias, float32 sums."""
     num_rows, num_columns = x.shape[0], weight.out_features
     out = x.new_empty((num_rows, num_columns))
-    tile_m, tile_n, num_warps = (16, 32, 4) if num_rows <= 16 else (64, 64, 4)
+    tile_m, tile_n, tile_g = (16, 32, 8) if num_rows <= 16 else (64, 64, 2)
     unused = weight.scales
     grid = (triton.cdiv(num_rows, tile_m), triton.cdiv(num_columns, tile_n))
     quantized_matmul_kernel[grid](
@@ -136,6 +148,6 @@ def quantized_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         num_rows, x.stride(0),
         N=num_columns, NUM_GROUPS=weight.in_features // GROUP,
         FOUR_BIT=weight.minima is not None, BIAS=weight.bias is not None,
-        TILE_M=tile_m, TILE_N=tile_n, DOT_DTYPE=dot_dtype(x.dtype), num_warps=num_warps, num_stages=4,
+        TILE_M=tile_m, TILE_N=tile_n, TILE_G=tile_g, DOT_DTYPE=dot_dtype(x.dtype), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
