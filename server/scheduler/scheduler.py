@@ -14,9 +14,9 @@ from paging import KVCacheManager, extend_hashes
 from server.config import SchedulerConfig
 from server.errors import ConfigError
 from server.protocol import EngineStats, FinishReason, GenerateRequest, OutputDelta, StepOutput, TokenLogprobs
-from server.protocol.capacity import why_it_never_fits
 from server.scheduler.batch import AdmittedRow, SampledRow, SampledTokens, ScheduledBatch, ScheduledItem
 from server.scheduler.books import Books
+from server.scheduler.capacity import why_it_never_fits
 from server.scheduler.planner import StepPlan, StepPlanner
 from server.scheduler.request import Request, make_request
 

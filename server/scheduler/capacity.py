@@ -1,4 +1,7 @@
-"""Whether a request can ever run. The API asks at the door, the scheduler makes sure."""
+"""Whether a request can ever run.
+
+The API refuses what can't at the door, with an error in its own words. Whatever still gets here must not wait for ever.
+"""
 
 
 def num_kv_tokens(num_prompt_tokens: int, max_tokens: int) -> int:
@@ -11,7 +14,7 @@ def why_it_never_fits(
 ) -> str | None:
     """A message with the numbers for a request that is too large even for an idle server; None where it fits.
 
-    max_model_len, num_blocks (usable ones), block_size: as Ready carries them.
+    num_blocks: usable ones.
     """
     total = num_prompt_tokens + max_tokens
     asked = f"{num_prompt_tokens} in the prompt and {max_tokens} to generate"
