@@ -4,6 +4,7 @@ JSON is kept compact where the model may choose: between tokens of JSON at most 
 indent. A small model that may write any white space sooner or later writes nothing else.
 """
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -54,8 +55,14 @@ def _from_schema(source: str, param: str) -> str:
         schema = json.loads(source)
     except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the schema is not valid JSON: {error}", param=param) from error
-    if schema is True:
-        schema = {}
+    return LLMatcher.grammar_from_json_schema(embedded_schema({} if schema is True else schema, param=param))
+
+
+def embedded_schema(schema: Any, *, param: str) -> str:
+    """The schema as JSON text, as `%json` in a Lark grammar takes it: with the rules for white space, within limits.
+
+    Raises InvalidRequest with this param.
+    """
     if not isinstance(schema, dict):
         raise InvalidRequest("a schema must be a JSON object", param=param)
     num_properties = 0
@@ -64,11 +71,13 @@ def _from_schema(source: str, param: str) -> str:
             raise InvalidRequest(f"the schema is nested more than {_MAX_DEPTH} levels deep", param=param)
         if isinstance(properties := node.get("properties"), dict):
             num_properties += len(properties)
+    schema = copy.deepcopy(schema)
+    for _, node in _nodes(schema):
         if isinstance(format_ := node.get("format"), str) and format_ not in _KNOWN_FORMATS:
             del node["format"]  # JSON Schema: a format that is not known says nothing
     if num_properties > _MAX_PROPERTIES:
         raise InvalidRequest(f"the schema has {num_properties} properties; the most is {_MAX_PROPERTIES}", param=param)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema | {"x-guidance": _JSON_OPTIONS}))
+    return json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
 
 
 def _nodes(schema: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
