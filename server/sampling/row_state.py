@@ -63,7 +63,10 @@ class SamplingRow:
         if self._bias is not None:
             self._bias.apply(logits)
         if self.bans_stops:
+            kept = logits[self._stops]
             logits[self._stops] = float("-inf")
+            if logits.max() == float("-inf"):  # the output is complete, says its grammar: min_tokens can't stretch it
+                logits[self._stops] = kept
 
     def append(self, token_id: int) -> None:
         """The row's output grew by this token."""

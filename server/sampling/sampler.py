@@ -1,6 +1,6 @@
 """From logits to tokens, for all rows of a step at once.
 
-Order: penalties, logit_bias, min_tokens and grammar masks; temperature; top-k; top-p of what top-k left (Holtzman et
+Order: grammar masks, penalties, logit_bias and min_tokens; temperature; top-k; top-p of what top-k left (Holtzman et
 al., 2020); min-p relative to the likeliest (Nguyen et al., 2024); then one uniform number, keyed by (seed, position),
 picks from the cumulative distribution. Rows that sort (top-k or top-p) accumulate from the likeliest token down, equal
 ones by id; the others in the order of the vocabulary.
@@ -68,8 +68,6 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]
     failed: dict[int, str] = {}
     vocab_size = logits.shape[1]
     for i, row in enumerate(rows):
-        if row.changes_logits:
-            row.adjust(logits[i])
         if row.grammar is not None:
             bitmask = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
             try:
@@ -78,6 +76,8 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]
                 failed[i] = f"the grammar failed: {error}"
                 continue
             apply_bitmask(logits[i], bitmask)
+        if row.changes_logits:
+            row.adjust(logits[i])
     return failed
 
 

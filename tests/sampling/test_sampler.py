@@ -258,6 +258,14 @@ def test_grammar_masks_its_row_only() -> None:
     assert not result.failed
 
 
+def test_min_tokens_gives_way_to_a_complete_grammar() -> None:
+    """A request that fails because its grammar allows nothing but the stop token that min_tokens bans."""
+    params = {"temperature": 0.0, "min_tokens": 5}
+    both = [row(8, grammar=EveryThird(), stop_token_ids=stops, **params) for stops in [(0, 3, 6), (0, 6)]]
+    result = sample(torch.zeros(2, 8), both, [0, 0])
+    assert (result.token_ids, result.failed) == ([0, 3], {})
+
+
 def test_one_failing_row_leaves_the_others() -> None:
     """A broken grammar, a mask that allows nothing or a NaN that ends the step, or changes another row's token."""
     vocab_size = 64
