@@ -59,11 +59,10 @@ class GrammarCompiler:
         """Begins to compile, if that was not done before. The future fails with InvalidRequest for a bad grammar."""
         with self._lock:
             found = self._cache.get(spec)
-            if found is None or (found.done() and found.exception() is not None):
+            if found is None:
+                self._make_room()
                 found = self._cache[spec] = self._worker.submit(self._compile, spec)
             self._cache.move_to_end(spec)
-            while len(self._cache) > self._max_cached:
-                self._cache.popitem(last=False)
             return found
 
     def is_ready(self, spec: GrammarSpec) -> bool:
@@ -90,6 +89,12 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the worker. What it has begun is finished first."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _make_room(self) -> None:
+        """For one more. What is still compiling stays: who waits for it would only begin it anew."""
+        finished = [spec for spec, future in self._cache.items() if future.done()]
+        for spec in finished[: max(0, len(self._cache) + 1 - self._max_cached)]:
+            del self._cache[spec]
 
     def _compile(self, spec: GrammarSpec) -> LLMatcher:
         """On the worker."""
