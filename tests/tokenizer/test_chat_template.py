@@ -51,7 +51,7 @@ def test_default_model(default_template: ChatTemplate) -> None:
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "Hi there"),
         ("{{ bos_token is defined }}{{ tools is none }}", "FalseTrue"),
         ("{{ strftime_now('%Y')|length }}", "4"),
-        ("{{ '%d' }}{{ 7 % 4 }}{{ 2 ** 10 }}{{ 'ab' * 2 }}", "%d31024abab"),
+        ("{{ '%02d' % 7 }}{{ 7 % 4 }}{{ 2 ** 10 }}{{ 'ab' * 2 }}", "0731024abab"),
     ],
 )
 def test_dialect(source: str, expected: str) -> None:
