@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.backend import BackendUnavailable, resolve
+from kernels.layout import KVCacheSpec
 from kernels.ops import Ops
 from paging import KVCacheManager
 from server.config import DeviceConfig, EngineConfig
@@ -12,11 +13,13 @@ from server.engine.core import EngineCore
 from server.engine.faults import FaultyRunner
 from server.engine.grammar_gate import GrammarGate
 from server.errors import ConfigError
+from server.models.decoder import Decoder
 from server.models.registry import read_spec
+from server.models.spec import ModelSpec
 from server.protocol import Ready
 from server.runner.interface import Runner
 from server.runner.kv_cache import allocate_kv_cache, kv_cache_spec
-from server.runner.memory import estimate_activations, measure_memory, plan
+from server.runner.memory import MemoryPlan, estimate_activations, measure_memory, plan
 from server.runner.model_runner import ModelRunner
 from server.scheduler.scheduler import Scheduler
 from server.structured import GrammarCompiler
@@ -37,57 +40,66 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         torch.set_num_threads(config.device.num_threads)
     files = locate(config.model.model)
     spec = read_spec(files)
-    dtype = _dtype(config.model.dtype, device)
     ops = _ops(config.device, device)
     model = load_model(
         files,
         spec,
         ops,
-        dtype=dtype,
+        dtype=_dtype(config.model.dtype, device),
         device=device,
         # Backends multiply quantised weights by rounded activations; who asks for float32 asks for float32.
         keep_quantized=config.model.quantization == "auto" and config.model.dtype != "float32",
         on_progress=lambda share: report("loading weights", share),
     )
     report("allocating KV cache", 0.0)
-    kv_spec = kv_cache_spec(spec, block_size=config.cache.block_size, dtype=dtype)
-    memory = measure_memory(device)
+    kv_spec = kv_cache_spec(spec, block_size=config.cache.block_size, dtype=model.dtype)
+    memory = _plan_memory(config, model, kv_spec, device)
+    kv_cache = allocate_kv_cache(ops, kv_spec, num_blocks=memory.num_blocks, device=device)
+    manager = KVCacheManager(
+        num_blocks=memory.num_blocks,
+        block_size=config.cache.block_size,
+        max_requests=config.scheduler.max_num_seqs,
+        max_blocks_per_request=-(-memory.max_model_len // config.cache.block_size),
+        enable_prefix_cache=config.cache.prefix_cache,
+    )
+    gate = GrammarGate(lambda: GrammarCompiler(load_tokenizer(files), vocab_size=spec.vocab_size))
+    runner = ModelRunner(
+        model=model,
+        kv_cache=kv_cache,
+        page_table=manager.page_table.view,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        device=device,
+        start_grammar=gate.start,
+    )
+    report("warming up", 0.0)
+    runner.warm_up(_WARM_UP_TOKENS)
+    scheduler = Scheduler(config=config.scheduler, manager=manager, max_model_len=memory.max_model_len)
+    core = EngineCore(scheduler=scheduler, runner=_with_faults(runner, config.faults), gate=gate)
+    return core, _ready(config, memory, spec, device, model.dtype, ops)
+
+
+def _plan_memory(config: EngineConfig, model: Decoder, kv_spec: KVCacheSpec, device: torch.device) -> MemoryPlan:
     num_seqs, num_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-    room = plan(
-        spec,
+    return plan(
+        model.spec,
         kv_spec,
-        memory,
+        measure_memory(device),
         weights=model.weight_bytes,
-        activations=estimate_activations(spec, num_tokens=num_tokens, num_sequences=num_seqs, dtype=dtype),
+        activations=estimate_activations(model.spec, num_tokens=num_tokens, num_sequences=num_seqs, dtype=model.dtype),
         max_num_seqs=num_seqs,
         max_model_len=config.model.max_model_len,
         num_blocks=config.cache.num_blocks,
         kv_cache_memory=config.cache.kv_cache_memory,
         gpu_memory_utilization=config.cache.gpu_memory_utilization if device.type == "cuda" else None,
     )
-    kv_cache = allocate_kv_cache(ops, kv_spec, num_blocks=room.num_blocks, device=device)
-    manager = KVCacheManager(
-        num_blocks=room.num_blocks,
-        block_size=config.cache.block_size,
-        max_requests=num_seqs,
-        max_blocks_per_request=-(-room.max_model_len // config.cache.block_size),
-        enable_prefix_cache=config.cache.prefix_cache,
-    )
-    scheduler = Scheduler(config=config.scheduler, manager=manager, max_model_len=room.max_model_len)
-    gate = GrammarGate(lambda: GrammarCompiler(load_tokenizer(files), vocab_size=spec.vocab_size))
-    runner = ModelRunner(
-        model=model,
-        kv_cache=kv_cache,
-        page_table=manager.page_table.view,
-        max_num_seqs=num_seqs,
-        device=device,
-        start_grammar=gate.start,
-    )
-    report("warming up", 0.0)
-    runner.warm_up(_WARM_UP_TOKENS)
-    ready = Ready(
-        max_model_len=room.max_model_len,
-        num_blocks=room.num_blocks,
+
+
+def _ready(
+    config: EngineConfig, memory: MemoryPlan, spec: ModelSpec, device: torch.device, dtype: torch.dtype, ops: Ops
+) -> Ready:
+    return Ready(
+        max_model_len=memory.max_model_len,
+        num_blocks=memory.num_blocks,
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -95,9 +107,8 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         backend=ops.name,
-        ledger=room.ledger,
+        ledger=memory.ledger,
     )
-    return EngineCore(scheduler=scheduler, runner=_with_faults(runner, config.faults), gate=gate), ready
 
 
 def _ops(config: DeviceConfig, device: torch.device) -> Ops:
