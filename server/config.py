@@ -140,6 +140,7 @@ class Limits(_Validated):
     max_grammar_bytes: int = setting(256 << 10, "longest schema, pattern or grammar", low=0)
     max_logit_bias: int = setting(1024, "most entries of logit_bias", low=0)
     max_queue: int = setting(1024, "most requests that wait; beyond it: 429", low=1)
+    max_header_bytes: int = setting(64 << 10, "longest request line and headers", low=1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,8 @@ class ApiConfig(_Validated):
     metrics_need_key: bool = setting(False, "guard /metrics with the API key, too")
     cors_origins: tuple[str, ...] = setting((), "an origin that browsers may call from; repeatable", flag="cors-origin")
     limits: Limits = field(default_factory=Limits)
+    read_timeout_s: float = setting(60.0, "seconds in which a client must have sent its request", low=1)
+    write_timeout_s: float = setting(60.0, "seconds after which a client that does not read is cut off", low=1)
     drain_timeout_s: float = setting(30.0, "seconds that SIGTERM gives open requests", low=0)
     step_timeout_s: float = setting(120.0, "a step that takes longer counts as a hang: the engine is replaced", low=1)
     log_format: str = setting("text", "of the log lines", choices=("text", "json"))

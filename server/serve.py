@@ -2,15 +2,19 @@
 
 import asyncio
 import dataclasses
+import resource
 import signal
 import socket
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from server.api.app import create_app
+from server.api.http_protocol import limited_protocol
 from server.api.service import ModelInfo
 from server.config import ServerConfig
 from server.errors import ConfigError, StartupError
@@ -19,30 +23,43 @@ from server.frontend.launcher import ProcessLauncher
 from server.metrics.logging import configure_logging
 from server.metrics.prometheus import Metrics
 from server.models.registry import read_spec
-from server.terminal import console, show_loading, show_ready
+from server.terminal import say, show_loading, show_ready
 from server.tokenizer import ChatTemplate, load_tokenizer
 from server.weights.locate import ModelFiles, locate
 
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+_FLUSH_S = 5
+"""After the drain: time for the last bytes of answers to go out."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with our meaning of the signals: the first drains, a second SIGINT ends at once."""
+    """uvicorn without its signal handlers: the signals are ours, from before the first connection."""
 
-    def __init__(self, config: uvicorn.Config, *, on_signal: asyncio.Event) -> None:
-        super().__init__(config)
-        self._on_signal = on_signal
-        self._loop = asyncio.get_running_loop()
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._on_signal.is_set() and sig == signal.SIGINT:
-            self.should_exit = self.force_exit = True
-        self._loop.call_soon_threadsafe(self._on_signal.set)
+
+class _Signals:
+    """The first SIGTERM or SIGINT asks for a drain; a SIGINT behind it for the end, at once."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.end = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self.drain.is_set() and number == signal.SIGINT:
+            self.end.set()
+        self.drain.set()
 
 
 def run(config: ServerConfig) -> int:
     """Serves until a signal ends it. Raises StartupError where it can't start."""
     configure_logging(log_format=config.api.log_format, level=config.api.log_level)
+    _raise_file_limit()
     files = locate(config.engine.model.model)
     template = _chat_template(config, files)
     with _listen(config) as sock, asyncio.Runner(loop_factory=_new_event_loop) as runner:
@@ -55,6 +72,14 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file, and the usual limit of 1,024 is less than the queue may hold."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # macOS calls its limit endless and means less
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _chat_template(config: ServerConfig, files: ModelFiles) -> ChatTemplate | None:
@@ -95,6 +120,7 @@ async def _serve(config: ServerConfig, files: ModelFiles, template: ChatTemplate
         step_timeout_s=config.api.step_timeout_s,
         on_step=metrics.on_step,
     )
+    signals = _Signals()
     await client.start()
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, files)
@@ -106,20 +132,44 @@ async def _serve(config: ServerConfig, files: ModelFiles, template: ChatTemplate
             config=config.api,
             metrics=metrics,
         )
-        stop_asked = asyncio.Event()
-        server = _Server(
-            uvicorn.Config(app, log_config=None, access_log=False, backlog=_BACKLOG, timeout_keep_alive=75),
-            on_signal=stop_asked,
-        )
+        server = _make_server(app, config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         try:
-            await _until_signal(config, client, files, name, sock, stop_asked)
+            if await _until_signal(config, client, files, name, sock, signals):
+                await _drain(client, config.api.drain_timeout_s, signals)
         finally:
             server.should_exit = True
+            if signals.end.is_set():
+                server.force_exit = True
+                for connection in list(server.server_state.connections):
+                    if connection.transport is not None:
+                        connection.transport.abort()
             await serving
         return 0
     finally:
-        await client.stop()
+        await client.stop(at_once=signals.end.is_set())
+
+
+def _make_server(app: FastAPI, config: ServerConfig) -> _Server:
+    api = config.api
+    protocol = limited_protocol(
+        read_timeout_s=api.read_timeout_s,
+        write_timeout_s=api.write_timeout_s,
+        max_header_bytes=api.limits.max_header_bytes,
+    )
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
+    )
 
 
 async def _until_signal(
@@ -128,15 +178,18 @@ async def _until_signal(
     files: ModelFiles,
     name: str,
     sock: socket.socket,
-    stop_asked: asyncio.Event,
-) -> None:
-    """Shows the start, then waits for a signal and drains. Raises StartupError, also when a later restart fails."""
-    signal_seen = asyncio.create_task(stop_asked.wait())
+    signals: _Signals,
+) -> bool:
+    """Shows the start, then waits for a signal. False: it came before the engine was ready, so nothing is open.
+
+    Raises StartupError, also when a later restart fails.
+    """
+    signal_seen = asyncio.create_task(signals.drain.wait())
     loading = asyncio.create_task(show_loading(client))
     await asyncio.wait([signal_seen, loading], return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         loading.cancel()
-        return
+        return False
     ready = loading.result()
     host, port = sock.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
@@ -151,5 +204,13 @@ async def _until_signal(
     await asyncio.wait([signal_seen, engine_failed], return_when=asyncio.FIRST_COMPLETED)
     if engine_failed.done():
         raise StartupError(engine_failed.result())
-    console.print(f"Finishing open requests, for up to {config.api.drain_timeout_s:.0f} s; Ctrl-C again ends at once.")
-    await client.drain(config.api.drain_timeout_s)
+    return True
+
+
+async def _drain(client: SupervisedEngine, timeout_s: float, signals: _Signals) -> None:
+    """Lets open requests finish, until the time is up or a second Ctrl-C comes."""
+    say(f"Finishing open requests, for up to {timeout_s:.0f} s; Ctrl-C ends at once.")
+    draining = asyncio.create_task(client.drain(timeout_s))
+    ended = asyncio.create_task(signals.end.wait())
+    await asyncio.wait([draining, ended], return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()

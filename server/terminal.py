@@ -1,8 +1,9 @@
 """What the operator sees: a progress bar while the engine loads, then where the memory went, then the address."""
 
 import asyncio
+import contextlib
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -13,6 +14,12 @@ console = Console(stderr=True)
 
 _POLL_S = 0.1
 _MIB = 1 << 20
+
+
+def say(what: RenderableType, *, wrap: bool = True) -> None:
+    """Prints for the operator. A terminal that is gone or a full disk is no reason to stop."""
+    with contextlib.suppress(OSError):
+        console.print(what, soft_wrap=not wrap)
 
 
 async def show_loading(client: EngineClient) -> Ready:
@@ -54,11 +61,11 @@ def show_ready(ready: Ready, *, name: str, url: str, asked_max_model_len: int | 
     )
     for part, size, holds in rows:
         table.add_row(part, f"{size / _MIB:,.0f}", holds)
-    console.print(table)
+    say(table)
     if asked_max_model_len is None and ready.max_model_len < model_max_len:
-        console.print(
+        say(
             f"The context is {ready.max_model_len:,} tokens of the model's {model_max_len:,}: that is what the "
             "KV cache holds. Ask for more with --kv-cache-memory.",
-            soft_wrap=True,
+            wrap=False,
         )
-    console.print(f"Ready: {url}/v1")
+    say(f"Ready: {url}/v1")

@@ -48,6 +48,10 @@ _MAX_FAILED_STARTS = 5
 _MAX_BACKOFF_S = 10.0
 _STALL_SHARE = 0.25
 """Share of the step timeout after which a silent engine no longer counts as ready."""
+_SUSPENSION_S = 1.0
+"""A tick that is so late says that this process was stopped or starved: what it last heard is then old news."""
+_DEADLINE_GRACE_S = 1.0
+"""The engine enforces deadlines between steps; what it owes for so much longer is ended from here."""
 
 
 @dataclass(slots=True)
@@ -138,6 +142,7 @@ class SupervisedEngine:
         if self._engine is None:
             raise EngineRestarting(f"the engine is {self.state.phase}; there is nothing to inspect yet")
         token = next(self._inspection_tokens)
+        self._begin_owing()
         answer = self._inspections[token] = asyncio.get_running_loop().create_future()
         self._engine.send(Inspect(token))
         try:
@@ -163,24 +168,20 @@ class SupervisedEngine:
         for open_request in self._open.values():
             open_request.end(FinishReason.ABORT, "the server is shutting down")
 
-    async def stop(self) -> None:
+    async def stop(self, *, at_once: bool = False) -> None:
+        """at_once: without asking first. An engine that still loads is never asked: it could not listen."""
         self._stopping = True
         self.state.phase = "stopped"
-        if self._engine is not None:
-            self._engine.send(Shutdown())
         if self._supervisor is None:
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_TIMEOUT_S / 2):
-                await asyncio.shield(self._supervisor)
+        if self._engine is not None and not at_once:
+            self._engine.send(Shutdown())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_TIMEOUT_S / 2):
+                    await asyncio.shield(self._supervisor)
         self._supervisor.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._supervisor
-
-    @property
-    def stalled(self) -> bool:
-        """Work is open, and nothing has come back for suspiciously long."""
-        return self._silence_s() > self._step_timeout_s * _STALL_SHARE
 
     # ------------------------------------------------------------------------------------------------ open requests
 
@@ -195,6 +196,7 @@ class SupervisedEngine:
                 f"{num_waiting} requests are waiting and the queue holds {self._max_queue}; try again later",
                 retry_after=self._rate.seconds_for(num_waiting),
             )
+        self._begin_owing()
         open_request = self._open[request.request_id] = OpenRequest(request)
         if self._engine is not None:
             self._submit(open_request, self._engine)
@@ -222,6 +224,8 @@ class SupervisedEngine:
 
     def _on_event(self, connection: EngineConnection, event: Event) -> None:
         self._last_event_time = time.monotonic()
+        if self.state.phase == "stalled":
+            self.state.phase = "ready"
         match event:
             case StepOutput():
                 self._in_step = False
@@ -303,31 +307,47 @@ class SupervisedEngine:
         return how
 
     async def _watch(self, connection: EngineConnection) -> None:
-        """Returns when the engine is lost or hangs. Meanwhile ends requests whose deadline no engine can keep."""
+        """Returns when the engine is lost or hangs. Meanwhile ends requests whose deadline no engine keeps."""
         while not connection.lost.done():
+            begin = time.monotonic()
             await asyncio.wait([connection.lost], timeout=_TICK_S)
+            now = time.monotonic()
+            if now - begin > _TICK_S + _SUSPENSION_S:
+                self._last_event_time = now
             limit = self._step_timeout_s if self._engine is connection else _LOAD_TIMEOUT_S
             if self._silence_s() > limit:
                 logger.error("no sign of life from the engine for %.0f s: ending it", limit)
                 return
-            if self._engine is not connection:
-                self._expire_deadlines()
+            if self.state.phase == "ready" and self._silence_s() > limit * _STALL_SHARE:
+                logger.warning("no sign of life from the engine for %.0f s: not ready", limit * _STALL_SHARE)
+                self.state.phase = "stalled"
+            self._expire_deadlines()
 
-    def _silence_s(self) -> float:
-        """Seconds without an event while the engine owes one."""
-        owed = (
+    def _is_owed(self) -> bool:
+        """Whether an engine that works would send something soon."""
+        return (
             self._engine is None
             or self._in_step
             or bool(self._inspections)
             or any(not r.finished for r in self._open.values())
         )
-        return time.monotonic() - self._last_event_time if owed else 0.0
+
+    def _begin_owing(self) -> None:
+        """Call it before asking an engine for something: the silence of an idle one does not count."""
+        if not self._is_owed():
+            self._last_event_time = time.monotonic()
+
+    def _silence_s(self) -> float:
+        """Seconds without an event while the engine owes one."""
+        return time.monotonic() - self._last_event_time if self._is_owed() else 0.0
 
     def _expire_deadlines(self) -> None:
-        now = time.monotonic()
-        for open_request in self._open.values():
-            if open_request.request.deadline is not None and open_request.request.deadline < now:
-                open_request.end(FinishReason.TIMEOUT)
+        now = time.monotonic() - (_DEADLINE_GRACE_S if self._engine is not None else 0.0)
+        late = [r for r in self._open.values() if r.request.deadline is not None and r.request.deadline < now]
+        for open_request in late:
+            if self._engine is not None and not open_request.finished:
+                self._engine.send(AbortRequests([open_request.request.request_id]))
+            open_request.end(FinishReason.TIMEOUT)
 
     def _book_the_crash(self, how: str) -> None:
         """Counts it, and accuses the requests of the step in which it happened."""
