@@ -1,5 +1,6 @@
 """How many KV blocks fit, decided once at start, and the ledger that says where the memory went. Bytes throughout."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +78,7 @@ def plan(
     gpu_memory_utilization of the device where it is given, else a CPU's share. max_model_len: None takes what the
     checkpoint allows, shrunk to what the cache holds.
 
-    Raises ConfigError for a max_model_len beyond the checkpoint's, and OutOfMemoryAtStart with the ledger and a value
-    that fits where the cache does not.
+    Raises ConfigError for a max_model_len beyond the checkpoint's, OutOfMemoryAtStart with a value that fits.
     """
     if max_model_len is not None and max_model_len > spec.max_position:
         raise ConfigError(f"max_model_len {max_model_len} is more than the model's {spec.max_position} positions")
@@ -96,11 +96,23 @@ def plan(
     elif kv_cache_memory is not None:
         wanted = kv_cache_memory // block_bytes - 1
     elif gpu_memory_utilization is not None:
-        taken = memory.total - memory.available
-        wanted = (int(memory.total * gpu_memory_utilization) - taken - activations) // block_bytes - 1
+        wanted = (room - int(memory.total * (1 - gpu_memory_utilization))) // block_bytes - 1
     else:
         default_tokens = max(longest, max_num_seqs * TOKENS_PER_SEQUENCE)
         wanted = min(int(room * CPU_SHARE) // block_bytes - 1, -(-default_tokens // block_size))
+    _check_blocks(wanted, fitting, block_bytes, ledger)
+    holds = wanted * block_size
+    if max_model_len is not None and max_model_len > holds:
+        raise OutOfMemoryAtStart(
+            f"max_model_len {max_model_len} does not fit into the KV cache, which holds {holds} tokens. "
+            f"{describe(ledger(wanted))}. Set max_model_len to at most {holds}, or kv_cache_memory to at least "
+            f"{(-(-max_model_len // block_size) + 1) * block_bytes}"
+        )
+    return MemoryPlan(wanted, min(longest, holds), ledger(wanted))
+
+
+def _check_blocks(wanted: int, fitting: int, block_bytes: int, ledger: Callable[[int], MemoryLedger]) -> None:
+    """Raises OutOfMemoryAtStart unless 1 <= wanted <= fitting. ledger: as it would be with so many blocks."""
     if fitting < 1:
         raise OutOfMemoryAtStart(
             f"no memory is left for a KV cache, whose least is {2 * block_bytes} bytes. {describe(ledger(1))}. "
@@ -112,14 +124,6 @@ def plan(
             f"a KV cache of {(wanted + 1) * block_bytes} bytes {problem}. {describe(ledger(max(wanted, 1)))}. Set "
             f"kv_cache_memory between {2 * block_bytes} and {(fitting + 1) * block_bytes} (num_blocks: 1 to {fitting})"
         )
-    holds = wanted * block_size
-    if max_model_len is not None and max_model_len > holds:
-        raise OutOfMemoryAtStart(
-            f"max_model_len {max_model_len} does not fit into the KV cache, which holds {holds} tokens. "
-            f"{describe(ledger(wanted))}. Set max_model_len to at most {holds}, or kv_cache_memory to at least "
-            f"{(-(-max_model_len // block_size) + 1) * block_bytes}"
-        )
-    return MemoryPlan(wanted, min(longest, holds), ledger(wanted))
 
 
 def describe(ledger: MemoryLedger) -> str:
