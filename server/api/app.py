@@ -11,11 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.admin import admin_router
+from server.api.anthropic import PATH, anthropic_router
+from server.api.anthropic_input import CountTokensBody, MessagesBody
+from server.api.anthropic_output import anthropic_error
 from server.api.auth import PROBES, ApiKeyGuard
 from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.errors import as_serving_error, error_response, on_http_exception, reject_reason
 from server.api.request_log import RequestLog
+from server.api.responses import responses_router
+from server.api.responses_input import ResponsesBody
 from server.api.routing import SCHEMA_REF
 from server.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.api.service import ModelInfo, Service
@@ -26,7 +31,15 @@ from server.frontend.client import EngineClient
 from server.metrics.prometheus import Metrics
 from server.tokenizer import ChatTemplate, Tokenizer
 
-_BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_BODIES: tuple[type[Body], ...] = (
+    CompletionBody,
+    ChatBody,
+    ResponsesBody,
+    MessagesBody,
+    CountTokensBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 
 
 class _App(FastAPI):
@@ -58,7 +71,10 @@ def create_app(
         client=client, tokenizer=tokenizer, chat_template=chat_template, model=model, config=config, metrics=metrics
     )
     app = _App(title="pageturner", version=_version(), redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.state.service = service
     for router in (
+        responses_router(service),
+        anthropic_router(service),
         completions_router(service),
         chat_router(service),
         tokenize_router(service),
@@ -81,11 +97,11 @@ def create_app(
 
 
 def _handle_errors(app: FastAPI, metrics: Metrics) -> None:
-    async def on_serving_error(_request: Request, error: Exception) -> Response:
+    async def on_serving_error(request: Request, error: Exception) -> Response:
         shown = as_serving_error(error)
         if not isinstance(shown, StepFailed | RequestTimeout):
             metrics.reject(reject_reason(shown))
-        return error_response(shown)
+        return error_response(shown, anthropic_error(shown) if request.url.path.startswith(PATH) else None)
 
     app.add_exception_handler(ClientFault, on_serving_error)
     app.add_exception_handler(EngineFault, on_serving_error)

@@ -1,64 +1,79 @@
 """Messages -> the prompt's token ids, for chat completions and /tokenize."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from server.api.messages import check_messages
-from server.api.schemas import ChatTemplateFields
+from server.api.schemas import ChatBody, ChatTemplateFields
 from server.api.service import ENCODE_IN_THREAD_CHARS, RawPrompt, Service
-from server.errors import InvalidRequest
-from server.tokenizer import ChatTemplate, encode_chat
+from server.errors import InvalidRequest, UnsupportedFeature
+from server.frontend.tools import format_of_template, with_tool_instructions
+from server.tokenizer import ChatPrompt, ChatTemplate, encode_chat
 
 _FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Have fields of their own, so chat_template_kwargs can't set them."""
 
 
 async def read_chat_prompt(
-    body: ChatTemplateFields, service: Service, *, tools: list[dict[str, Any]] | None = None
+    body: ChatTemplateFields, service: Service, *, tools: Sequence[dict[str, Any]] = ()
 ) -> RawPrompt:
-    """tools: as the template shall see them; None where the model must not know of any. Raises InvalidRequest."""
+    """tools: those that the model shall know of, OpenAI's tool objects. Raises InvalidRequest."""
     check_messages(body.messages)
-    template = _template(body, service)
+    template = chat_template_of(body, service)
     kwargs = body.chat_template_kwargs or {}
     if taken := _FIELDS & kwargs.keys():
         raise InvalidRequest(f"chat_template_kwargs can't set {', '.join(sorted(taken))}", param="chat_template_kwargs")
     continues = bool(body.continue_final_message)
     if continues and body.messages[-1]["role"] != "assistant":
         raise InvalidRequest("continue_final_message needs a last message by the assistant", param="messages")
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        kwargs = {**_thinking(body.reasoning_effort, template), **kwargs}
+    messages = body.messages
+    if tools and format_of_template(template.source) is None:
+        messages, tools = with_tool_instructions(messages, tools), ()
 
-    def render() -> list[int]:
+    def render() -> ChatPrompt:
         return encode_chat(
             service.tokenizer,
             template,
-            body.messages,
-            tools=tools,
+            messages,
+            tools=tools or None,
             add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=continues,
             kwargs=kwargs,
-        ).token_ids
+        )
 
-    num_chars = sum(_num_chars(message.get("content")) for message in body.messages)
-    if body.chat_template is not None or num_chars >= ENCODE_IN_THREAD_CHARS:
-        token_ids = await asyncio.to_thread(render)
-    else:
-        token_ids = render()
+    num_chars = sum(_num_chars(message.get("content")) for message in messages)
+    slow = body.chat_template is not None or num_chars >= ENCODE_IN_THREAD_CHARS
+    prompt = await asyncio.to_thread(render) if slow else render()
+    token_ids = prompt.token_ids
     bos = service.tokenizer.bos_token_id
     if body.add_special_tokens and bos is not None and token_ids[:1] != [bos]:
-        token_ids.insert(0, bos)
-    return RawPrompt(token_ids=token_ids, text=None, param="messages")
+        token_ids = [bos, *token_ids]
+    return RawPrompt(token_ids=token_ids, text=prompt.text, param="messages")
 
 
-def _template(body: ChatTemplateFields, service: Service) -> ChatTemplate:
+def chat_template_of(body: ChatTemplateFields, service: Service) -> ChatTemplate:
     template = service.chat_template
+    if body.chat_template is not None and template is not None:
+        return template.from_request(body.chat_template)
     if body.chat_template is not None:
-        return (
-            ChatTemplate(body.chat_template, isolated=True)
-            if template is None
-            else template.from_request(body.chat_template)
-        )
+        return ChatTemplate(body.chat_template, isolated=True)
     if template is None:
         raise InvalidRequest("This model has no chat template; send one as chat_template", param="messages")
     return template
+
+
+def _thinking(effort: str, template: ChatTemplate) -> dict[str, Any]:
+    """What the template's author calls it. A model that can't be told is no model with reasoning_effort."""
+    if "reasoning_effort" in template.source:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in template.source:
+        return {"enable_thinking": effort not in ("none", "minimal")}
+    if effort == "none":
+        return {}
+    raise UnsupportedFeature("reasoning_effort is not supported by this model", param="reasoning_effort")
 
 
 def _num_chars(content: Any) -> int:

@@ -39,7 +39,8 @@ def json_response(payload: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(payload), status, headers, JSON_MEDIA_TYPE)
 
 
-def error_response(error: ClientFault | EngineFault) -> Response:
+def error_response(error: ClientFault | EngineFault, body: dict[str, Any] | None = None) -> Response:
+    """body: where another than OpenAI's is wanted."""
     headers: dict[str, str] = {}
     if isinstance(error, EngineFault) and error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
@@ -47,7 +48,7 @@ def error_response(error: ClientFault | EngineFault) -> Response:
         headers["Retry-After"] = "1"
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response({"error": error_object(error)}, error.status, headers)
+    return json_response({"error": error_object(error)} if body is None else body, error.status, headers)
 
 
 async def on_http_exception(_request: Request, error: Exception) -> Response:

@@ -178,13 +178,13 @@ def parse(body_type: type[_B], body: bytes) -> _B:
     try:
         parsed = body_type.model_validate_json(body)
     except ValidationError as error:
-        raise _invalid(error) from None
+        raise invalid_request(error) from None
     for name in parsed.model_extra or ():
         _note_unknown(name)
     return parsed
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
+def invalid_request(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     if first["type"] == "json_invalid":

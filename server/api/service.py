@@ -41,6 +41,8 @@ class ModelInfo:
     """Other names that a request may use."""
     created: int = 0
     """Unix seconds."""
+    tool_format: str | None = None
+    """How the model writes tool calls, one of frontend.tools.FORMATS; None: as its chat template says."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -14,6 +14,12 @@ def frame(payload: Any) -> bytes:
     return b"data: " + _encode(payload) + b"\n\n"
 
 
+def typed_frame(event: dict[str, Any]) -> bytes:
+    """For clients that read the event's type from a line of its own."""
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\n" + frame(event)
+
+
 def error_frame(error: Exception) -> bytes:
     return frame({"error": error_object(as_serving_error(error))})
 

@@ -10,6 +10,7 @@ from server.api.errors import json_response
 from server.api.routing import add_post
 from server.api.schemas import DetokenizeBody, TokenizeBody, TokenizeChatBody, TokenizeTextBody, parse
 from server.api.service import Service
+from server.api.tools import read_tools
 from server.errors import InvalidRequest
 from server.frontend.params import check_token_ids
 
@@ -24,7 +25,9 @@ def tokenize_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         if body.messages is not None:
             chat = parse(TokenizeChatBody, raw)
-            token_ids = (await read_chat_prompt(chat, service, tools=chat.tools)).token_ids
+            token_ids = (
+                await read_chat_prompt(chat, service, tools=read_tools(chat.tools, None, None).tools)
+            ).token_ids
         else:
             text = parse(TokenizeTextBody, raw)
             token_ids = await service.encode(

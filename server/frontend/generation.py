@@ -5,7 +5,7 @@ aborts in the engine whatever is still running.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from server.errors import EngineRestarting, Overloaded, RequestTimeout, StepFail
 from server.frontend.client import EngineClient
 from server.frontend.output import OutputProcessor, Piece
 from server.frontend.params import derive_seed
+from server.frontend.tools import AnswerParser
 from server.metrics.prometheus import Metrics, SequenceObserver
 from server.protocol import FinishReason, GenerateRequest, OutputDelta, SamplingParams
 from server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
@@ -48,6 +49,8 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     deadline: float | None = None
+    make_parser: Callable[[], AnswerParser] | None = None
+    """Splits each choice's text into text, reasoning and tool calls; None leaves it whole."""
 
     @property
     def num_choices(self) -> int:
@@ -61,6 +64,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Generation:
@@ -103,6 +107,7 @@ class Generation:
             deadline=job.deadline,
         )
         processor = self._processor(index, prompt)
+        parser = None if job.make_parser is None else job.make_parser()
         observer = self._metrics.begin_sequence(
             arrival_time=job.arrival_time, num_prompt_tokens=len(prompt.token_ids), counts_prompt=not sample
         )
@@ -114,12 +119,12 @@ class Generation:
                     reason = delta.finish_reason
                     raise _failure(delta)
                 piece = self._digest(delta, processor, observer, counts_prompt=not sample)
-                if piece.finish_reason is None:
-                    yield piece
-                    continue
-                reason = piece.finish_reason
+                reason = piece.finish_reason or reason
+                if parser is not None:
+                    self._parse(piece, parser)
                 yield piece
-                return
+                if piece.finish_reason is not None:
+                    return
             reason = FinishReason.ERROR
             raise StepFailed("the engine gave no end to this request")
         except (Overloaded, EngineRestarting):
@@ -156,6 +161,19 @@ class Generation:
         self.usage.cached_tokens += num_cached or 0
         observer.on_tokens(num_new, scheduled_time=delta.scheduled_time, num_cached_tokens=num_cached)
         return piece
+
+    def _parse(self, piece: Piece, parser: AnswerParser) -> None:
+        """Moves what is not plain text to where it belongs. A choice that calls tools ends with that as its reason."""
+        parts = [parser.push(piece.text)]
+        if piece.finish_reason is not None:
+            parts.append(parser.finish())
+        piece.text = "".join(part.content for part in parts)
+        piece.reasoning = "".join(part.reasoning for part in parts)
+        piece.tool_calls = [call for part in parts for call in part.tool_calls]
+        if piece.reasoning and not piece.text:
+            self.usage.reasoning_tokens += len(piece.token_ids)
+        if piece.finish_reason is FinishReason.STOP and parser.num_calls:
+            piece.finish_reason = FinishReason.TOOL_CALLS
 
 
 _FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.ABORT)

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from server.frontend.tools.deltas import ToolCallDelta
 from server.protocol import FinishReason, OutputDelta, TokenLogprobs
 from server.tokenizer import IncrementalDetokenizer, StopMatcher
 
@@ -16,7 +17,10 @@ class ScoredToken(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct):
-    """What one choice gained. The pieces of a choice, concatenated, are its whole answer."""
+    """What one choice gained. The pieces of a choice, concatenated, are its whole answer.
+
+    Written by: OutputProcessor, then the job's parser, before anyone else sees it.
+    """
 
     index: int
     """Which choice: prompt * n + sample."""
@@ -29,6 +33,8 @@ class Piece(msgspec.Struct):
     logprobs: list[ScoredToken] | None = None
     """Of the tokens whose text has come out; the token that ended the choice has no text and no entry."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class OutputProcessor:
