@@ -1,31 +1,16 @@
-"""From what a request asks for to the grammar engine's own notation, with the checks that need no engine.
+"""From what a request asks for to the grammar engine's own notation, with the checks that need no engine."""
 
-JSON is kept compact where the model may choose: between tokens of JSON at most one space, or one line break with its
-indent. A small model that may write any white space sooner or later writes nothing else.
-"""
-
-import copy
 import json
-from collections.abc import Iterator
-from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from server.errors import InvalidRequest
 from server.protocol import GrammarSpec
+from server.structured.json_schema import embedded_schema
 
-_JSON_OPTIONS = {"whitespace_pattern": r" |\n[ ]{0,20}"}
 _ANY_OBJECT = '{"type": "object"}'
-_MAX_DEPTH = 64
-_MAX_PROPERTIES = 1000
-"""Over the whole schema: the engine's tables grow faster than their number."""
 _MAX_CHOICES = 10_000
-_KNOWN_FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
-)
-_DATA_KEYS = frozenset({"const", "enum", "default", "examples", "example"})
-"""Their values are data, not schemas: nothing in them is a keyword."""
 
 
 def grammar_text(spec: GrammarSpec, *, param: str) -> str:
@@ -56,40 +41,6 @@ def _from_schema(source: str, param: str) -> str:
     except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the schema is not valid JSON: {error}", param=param) from error
     return LLMatcher.grammar_from_json_schema(embedded_schema({} if schema is True else schema, param=param))
-
-
-def embedded_schema(schema: Any, *, param: str) -> str:
-    """The schema as JSON text, as `%json` in a Lark grammar takes it: with the rules for white space, within limits.
-
-    Raises InvalidRequest with this param.
-    """
-    if not isinstance(schema, dict):
-        raise InvalidRequest("a schema must be a JSON object", param=param)
-    num_properties = 0
-    for depth, node in _nodes(schema):
-        if depth > _MAX_DEPTH:
-            raise InvalidRequest(f"the schema is nested more than {_MAX_DEPTH} levels deep", param=param)
-        if isinstance(properties := node.get("properties"), dict):
-            num_properties += len(properties)
-    schema = copy.deepcopy(schema)
-    for _, node in _nodes(schema):
-        if isinstance(format_ := node.get("format"), str) and format_ not in _KNOWN_FORMATS:
-            del node["format"]  # JSON Schema: a format that is not known says nothing
-    if num_properties > _MAX_PROPERTIES:
-        raise InvalidRequest(f"the schema has {num_properties} properties; the most is {_MAX_PROPERTIES}", param=param)
-    return json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
-
-
-def _nodes(schema: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every object in the schema that may be a schema itself, with its depth."""
-    stack: list[tuple[int, Any]] = [(0, schema)]
-    while stack:
-        depth, value = stack.pop()
-        if isinstance(value, dict):
-            yield depth, value
-            stack += [(depth + 1, entry) for key, entry in value.items() if key not in _DATA_KEYS]
-        elif isinstance(value, list):
-            stack += [(depth + 1, entry) for entry in value]
 
 
 def _unanchored(pattern: str) -> str:

@@ -90,7 +90,7 @@ def test_random_schemas(compiler: GrammarCompiler, tokenizer: Tokenizer, block: 
         for text in outputs(compiler, tokenizer, json_spec(schema), 2):
             validator.validate(json.loads(text))
             num_texts += 1
-    assert num_texts >= 45
+    assert num_texts >= 48
 
 
 def test_schema_with_everything(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -108,19 +108,42 @@ def test_json_object(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     assert all(isinstance(json.loads(text), dict) for text in texts)
 
 
-def test_white_space_is_bounded(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    """Guards against small models that write line breaks for ever: a second one is never allowed."""
-    state = compiler.start(GrammarSpec("json_object"))
-    state.advance(tokenizer.encode("{\n"))
-    newline = tokenizer.encode("\n")[0]
-    assert newline not in allowed_tokens(state)
-    for _ in range(40):
-        spaces = [id_ for id_ in allowed_tokens(state) if not tokenizer.token_text(id_).strip()]
-        if not spaces:
-            break
-        state.advance(spaces[:1])
+@pytest.mark.parametrize(
+    ("schema", "text", "allowed"),
+    [
+        ({}, '{"a": [1, 2],"b":{"c": null}}', True),
+        ({}, "{ }", False),
+        ({}, '{"a":  1}', False),
+        ({}, '{"a":\n1}', False),
+        ({"type": "integer"}, "9007199254740991", True),
+        ({"type": "integer"}, "9007199254740992", False),
+        ({"type": "integer", "minimum": 10**17}, "100000000000000000", True),
+        ({"type": ["integer", "null"]}, "99999999999999999", False),
+        ({"type": "number"}, "-1.123456789", True),
+        ({"type": "number"}, "1.1234567891", False),
+        ({"type": "number"}, "1.50000000000", False),
+        ({"type": "number", "minimum": 1e-12, "maximum": 2e-12}, "0.0000000000015", True),
+        ({"type": "number", "multipleOf": 0.25}, "0.75", True),
+        ({"type": "integer", "enum": [10**17]}, "100000000000000000", True),
+        ({"type": "object", "properties": {"type": {"type": "integer"}}}, '{"type":1}', True),
+        ({"type": "object", "properties": {"a": {}}}, '{"b":1}', False),
+        ({"type": "object", "properties": {"properties": {"type": "null"}}}, '{"properties":null}', True),
+        ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, '{"b":1}', True),
+        ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, '{"b":1}', True),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}, "required": ["b"]}]}, '{"b":1}', True),
+        ({"allOf": [{"type": "number"}, {"type": "integer", "exclusiveMinimum": 3}]}, "4", True),
+    ],
+)
+def test_no_endless_choices(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, schema: Any, text: str, allowed: bool
+) -> None:
+    """Guards against models that write spaces, digits or properties for ever; and bounds of the schema's own."""
+    ids = tokenizer.encode(text)
+    if allowed:
+        assert compiler.start(json_spec(schema), ids).is_complete
     else:
-        pytest.fail("white space without end")
+        with pytest.raises(RuntimeError):
+            compiler.start(json_spec(schema), ids)
 
 
 @pytest.mark.parametrize(
