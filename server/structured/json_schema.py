@@ -3,8 +3,8 @@
 A schema leaves a model choices that it can lose itself in: white space anywhere, digits without end, one more property
 of its own invention. We take those away, which makes the set of outputs smaller but never invalid. JSON is written on
 one line with at most a space behind a comma or a colon. Where the schema sets no closer bounds, integers stay within
-what every JSON reader holds exactly (2**53), numbers too, with nine decimals and no exponent. An object whose properties
-are listed has no others, unless the schema says that it may.
+what every JSON reader holds exactly (2**53), numbers too, with nine decimals and no exponent. An object whose
+properties are listed has no others, unless the schema says that it may.
 """
 
 import copy
