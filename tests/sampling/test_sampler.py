@@ -1,6 +1,6 @@
 """The sampler against plain definitions of what each parameter means, and its independence of the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -118,15 +118,25 @@ MIXED: list[dict[str, object]] = [
 ]
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """torch then splits some reductions between threads, depending on the number of rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("coarse", [False, True])
 def test_a_row_does_not_see_its_company(coarse: bool) -> None:
     """A token that depends on how many rows there are, in which order, or on what they ask for."""
-    vocab_size, n = 3001, len(MIXED)
+    vocab_size, n = 40001, len(MIXED)
 
     def rows() -> list[SamplingRow]:
         return [row(vocab_size, prompt=[1, 2], output=[5, 5, 6], seed=i, **MIXED[i]) for i in range(n)]
 
-    for trial in range(6):
+    for trial in range(3):
         logits = random_logits(n, vocab_size, seed=trial, coarse=coarse)
         together = sample(logits.clone(), rows(), [trial] * n)
         order = torch.randperm(n, generator=torch.Generator().manual_seed(trial)).tolist()
