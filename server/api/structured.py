@@ -16,6 +16,7 @@ _KINDS = {
     "grammar": "grammar",
     "json_object": "json_object",
 }
+_COMPOSED = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "unevaluatedProperties"})
 
 
 async def checked_grammar(
@@ -42,6 +43,25 @@ def as_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
+def closed(schema: Any) -> Any:
+    """The schema without properties that it does not list, where it leaves that open: what follows it follows both.
+
+    A small model that may invent properties goes on inventing them until its tokens run out. Schemas that are put
+    together from others stay as they are: what one part does not list, another may.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    shut = dict(schema)
+    for keyword in ("properties", "$defs", "definitions"):
+        if isinstance(entries := schema.get(keyword), dict):
+            shut[keyword] = {name: closed(entry) for name, entry in entries.items()}
+    if "items" in schema:
+        shut["items"] = closed(schema["items"])
+    if "properties" in schema and not _COMPOSED & schema.keys():
+        shut.setdefault("additionalProperties", False)
+    return shut
+
+
 def _of_response_format(response_format: Any) -> GrammarSpec | None:
     if response_format is None:
         return None
@@ -59,7 +79,7 @@ def _of_response_format(response_format: Any) -> GrammarSpec | None:
                 raise InvalidRequest(
                     "response_format.json_schema.schema must be an object", param="response_format.json_schema.schema"
                 )
-            return GrammarSpec("json_schema", as_json(schema))
+            return GrammarSpec("json_schema", as_json(closed(schema)))
         case "structural_tag":
             raise UnsupportedFeature("structural tags are not supported", param="response_format.type")
         case other:
@@ -83,8 +103,20 @@ def _of_structured_outputs(options: dict[str, Any] | None) -> GrammarSpec | None
     [(key, value)] = given.items()
     if key == "json_object":
         return GrammarSpec("json_object")
-    if key == "choice" or (key == "json" and not isinstance(value, str)):
-        return GrammarSpec(_KINDS[key], as_json(value))
+    if key == "choice":
+        return GrammarSpec(key, as_json(value))
+    if key == "json":
+        return GrammarSpec("json_schema", as_json(closed(_parsed(value))))
     if not isinstance(value, str):
         raise InvalidRequest(f"structured_outputs.{key} must be a string", param=f"structured_outputs.{key}")
     return GrammarSpec(_KINDS[key], value)
+
+
+def _parsed(schema: Any) -> Any:
+    """A schema may come as an object or as JSON text."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"structured_outputs.json is not JSON: {error}", param="structured_outputs.json") from None

@@ -8,7 +8,7 @@ from typing import Any
 from server.api.chat_prompt import chat_template_of
 from server.api.schemas import ChatTemplateFields
 from server.api.service import RawPrompt, Service
-from server.api.structured import check
+from server.api.structured import check, closed
 from server.errors import InvalidRequest, UnsupportedFeature
 from server.frontend.tools import (
     FORMATS,
@@ -86,7 +86,8 @@ async def plan_reading(
     source = chat_template_of(body, service).source
     format_ = _format(source, service.model.tool_format)
     if request.must_call:
-        tools = [t["function"] for t in request.tools if request.only in (None, t["function"]["name"])]
+        functions = [t["function"] for t in request.tools if request.only in (None, t["function"]["name"])]
+        tools = [{**function, "parameters": closed(function["parameters"])} for function in functions]
         grammar = tool_grammar(format_, tools, service.tokenizer, parallel=request.asked_parallel)
         await check(grammar, service.grammars, param="tools")
     thinks = "<think>" in source and grammar is None  # a grammar leaves no room for it

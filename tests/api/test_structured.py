@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from server.api.structured import closed
 from server.protocol import GrammarSpec
 from tests.api.conftest import Server
 
 pytestmark = pytest.mark.anyio
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-SCHEMA_TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
+SCHEMA_TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],"additionalProperties":false}'
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
@@ -76,3 +77,26 @@ async def test_refused(server: Server, fields: dict[str, Any], stream: bool) -> 
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"].startswith(("response_format", "structured_outputs"))
     assert server.engine.requests == []
+
+
+OPEN = {"properties": {"a": {}}}
+SHUT = {"properties": {"a": {}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (OPEN, SHUT),
+        ({**OPEN, "additionalProperties": True}, {**OPEN, "additionalProperties": True}),
+        ({"properties": {"x": OPEN}}, {"properties": {"x": SHUT}, "additionalProperties": False}),
+        ({"type": "array", "items": OPEN}, {"type": "array", "items": SHUT}),
+        ({"$ref": "#/$defs/t", "$defs": {"t": OPEN}}, {"$ref": "#/$defs/t", "$defs": {"t": SHUT}}),
+        ({"allOf": [OPEN]}, {"allOf": [OPEN]}),
+        ({**OPEN, "anyOf": [OPEN]}, {**OPEN, "anyOf": [OPEN]}),
+        ({"type": "object"}, {"type": "object"}),
+        (True, True),
+    ],
+)
+async def test_no_invented_properties(schema: Any, expected: Any) -> None:
+    """Guards answers from properties without end, and composed schemas from being broken by that."""
+    assert closed(schema) == expected
