@@ -10,7 +10,7 @@ from kernels.ops import Linear, QkvLayout, QuantizedWeight, Weight
 from kernels.triton.activation import gated_activation
 from kernels.triton.decode_attention import MAX_QUERY_LEN, decode_attention
 from kernels.triton.kv_write import rope_and_write_kv
-from kernels.triton.launch import decode_config, describe, interpreted, padded, prefill_config
+from kernels.triton.launch import Target, decode_config, describe, interpreted, padded, prefill_config
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.quantized_matmul import can_pack, pack, quantized_matmul
 from kernels.triton.rms_norm import rms_norm
@@ -25,14 +25,17 @@ class TritonOps:
 
     name = "triton"
 
-    def __init__(self, device: str | torch.device = "cuda", *, deterministic: bool = False) -> None:
-        """device: where packed weights go. Raises BackendUnavailable for a CPU, unless kernels are interpreted."""
+    def __init__(
+        self, device: str | torch.device = "cuda", *, deterministic: bool = False, target: Target | None = None
+    ) -> None:
+        """device: where packed weights go. target: what to configure kernels for, by default the device.
+
+        Raises BackendUnavailable for a CPU, unless kernels are interpreted.
+        """
         self._device = torch.device(device)
         if self._device.type == "cpu" and not interpreted():
-            raise BackendUnavailable(
-                "backend triton needs a GPU: use backend cpu, or TRITON_INTERPRET=1 to debug kernels"
-            )
-        self._target = describe(self._device)
+            raise BackendUnavailable("backend triton needs a GPU: choose cpu, or TRITON_INTERPRET=1 to debug kernels")
+        self._target = target or describe(self._device)
         self._deterministic = deterministic
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:

@@ -71,8 +71,7 @@ def test_write_quantizes(pairs: list[Pair], key_scale: float, value_scale: float
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "gfx942"])
 def test_devices_without_e4m3_are_refused(arch: str) -> None:
     """sm_80 would compile to a cast that fails at the first launch; gfx942 has another encoding."""
-    ops = TritonOps("cpu")
-    ops._target = Target(arch, 108)
+    ops = TritonOps("cpu", target=Target(arch, 108))
     spec = KVCacheSpec(1, 2, 64, 16, FP8)
     with pytest.raises(BackendUnavailable, match=f"{arch}.*16-bit"):
         ops.allocate_kv_cache(spec, num_blocks=2, device=torch.device("cpu"))
