@@ -14,7 +14,7 @@ from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-"""[T, in_features] -> [T, out_features], activations' dtype in and out."""
+"""[T, in_features] -> [T, out_features], activations' dtype in, and out unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,18 @@ class Ops(Protocol):
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
         """Zero-filled cache of num_blocks blocks, the null block included."""
 
-    def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
+    def pack_linear(
+        self,
+        weights: list[Weight],
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
         """One linear layer whose output rows are the given matrices' stacked (merged QKV, merged gate/up).
 
-        weights: each [out_i, in]. bias: [sum of out_i] or None. dtype: of the activations. The arguments may be freed
+        weights: each [out_i, in]. bias: [sum of out_i] or None. dtype: of the activations. out_dtype: of the result if
+        another; logits want the float32 sums: in bfloat16 the best two are equal too often. The arguments may be freed
         afterwards.
         """
 

@@ -33,11 +33,18 @@ class PackedLinear:
     """
 
     def __init__(
-        self, lib: ctypes.CDLL, weights: Sequence[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype
+        self,
+        lib: ctypes.CDLL,
+        weights: Sequence[Weight],
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
     ) -> None:
-        """dtype: of the activations, float32 or bfloat16. Each weight is dense or one that `keeps` accepts."""
+        """dtype, out_dtype: of the input and the result, float32 or bfloat16. Each weight is dense or `keeps` takes it."""
         self._lib = lib
         self._dtype = dtype
+        self._out_dtype = out_dtype
         self._bias = None if bias is None else bias.float().contiguous()
         self._data: list[torch.Tensor] = []
         packed = [self._pack(kind, list(some)) for kind, some in groupby(weights, key=_kind)]
@@ -47,9 +54,9 @@ class PackedLinear:
         column = 0
         for part in packed:
             part.out_stride = self._out_features
-            part.dtype = part.out_dtype = DTYPES[dtype]
+            part.dtype, part.out_dtype = DTYPES[dtype], DTYPES[out_dtype]
             part.bias = None if self._bias is None else self._bias.data_ptr() + 4 * column
-            self._parts.append((part, dtype.itemsize * column))
+            self._parts.append((part, out_dtype.itemsize * column))
             column += part.out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +64,7 @@ class PackedLinear:
             raise ValueError(f"expected {self._dtype}[T, {self._in_features}], got {x.dtype}{list(x.shape)}")
         x = x.contiguous()
         rows, threads = x.shape[0], torch.get_num_threads()
-        out = x.new_empty((rows, self._out_features))
+        out = x.new_empty((rows, self._out_features), dtype=self._out_dtype)
         source, target = x.data_ptr(), out.data_ptr()
         for part, offset in self._parts:
             if part.kind == DENSE:

@@ -55,13 +55,20 @@ class NativeOps(CpuOps):
         ]
         return KVCache(spec, num_blocks, tuple(layers))
 
-    def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
+    def pack_linear(
+        self,
+        weights: list[Weight],
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
         """In bfloat16, quantised weights stay so; in float32 they are dequantised: that path is exact."""
-        if dtype not in DTYPES or _in_features(weights[0]) % 2:
-            return super().pack_linear(weights, bias, dtype=dtype)
+        if dtype not in DTYPES or out_dtype not in (None, *DTYPES) or _in_features(weights[0]) % 2:
+            return super().pack_linear(weights, bias, dtype=dtype, out_dtype=out_dtype)
         if dtype is torch.float32 or not self.keeps_quantized:
             weights = [weight if isinstance(weight, torch.Tensor) else weight.dequantize() for weight in weights]
-        return PackedLinear(self.lib, weights, bias, dtype=dtype)
+        return PackedLinear(self.lib, weights, bias, dtype=dtype, out_dtype=out_dtype or dtype)
 
     def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
         """A quantised table stays so, in every dtype."""

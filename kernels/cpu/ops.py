@@ -34,8 +34,17 @@ class CpuOps:
         )
         return KVCache(spec, num_blocks, tuple(layers))
 
-    def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
-        return linear.pack_linear(weights, bias, dtype=dtype)
+    def pack_linear(
+        self,
+        weights: list[Weight],
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """A wider out_dtype gains no bits here: oneDNN rounds to dtype first."""
+        layer = linear.pack_linear(weights, bias, dtype=dtype)
+        return layer if out_dtype in (None, dtype) else lambda x: layer(x).to(out_dtype)
 
     def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
         return linear.pack_embedding(weight, dtype=dtype)

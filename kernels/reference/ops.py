@@ -28,13 +28,20 @@ class ReferenceOps:
 
         return KVCache(spec, num_blocks, tuple(layer() for _ in range(spec.num_layers)))
 
-    def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
+    def pack_linear(
+        self,
+        weights: list[Weight],
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
         """Weights are kept in dtype, the product is taken in float32."""
         weight = torch.cat([dense(part).to(dtype) for part in weights])
         bias = None if bias is None else bias.to(dtype)
 
         def linear(x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
+            return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(out_dtype or dtype)
 
         return linear
 

@@ -58,15 +58,22 @@ class TritonOps:
 
         return KVCache(spec, num_blocks, tuple(layer() for _ in range(spec.num_layers)))
 
-    def pack_linear(self, weights: list[Weight], bias: torch.Tensor | None, *, dtype: torch.dtype) -> Linear:
+    def pack_linear(
+        self,
+        weights: list[Weight],
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
         """Q4_0, Q4_1 and Q8_0 stay quantised. A dense product is the vendor library's business."""
         quantized = [part for part in weights if isinstance(part, QuantizedWeight)]
         if len(quantized) == len(weights) and can_pack(quantized):
             packed = pack(quantized, bias, self._device)
-            return lambda x: quantized_matmul(x, packed)
+            return lambda x: quantized_matmul(x, packed).to(out_dtype or dtype)
         weight = torch.cat([self._dense(part, dtype) for part in weights])
         bias = None if bias is None else bias.to(self._device, dtype)
-        return lambda x: F.linear(x, weight, bias)
+        return lambda x: F.linear(x, weight, bias).to(out_dtype or dtype)
 
     def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
         table = self._dense(weight, dtype)

@@ -128,7 +128,7 @@ class _Loader:
         steps = spec.num_layers + 2
         embedding = self._weight(EMBEDDING)
         embed = self.ops.pack_embedding(embedding, dtype=self.dtype)
-        lm_head = self.ops.pack_linear([self._lm_head(embedding)], None, dtype=self.dtype)
+        lm_head = self.ops.pack_linear([self._lm_head(embedding)], None, dtype=self.dtype, out_dtype=torch.float32)
         del embedding
         on_progress(1 / steps)
         factors = dense(self.source.get(ROPE_FACTORS), torch.float32) if ROPE_FACTORS in self.source.shapes else None

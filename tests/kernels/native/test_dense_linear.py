@@ -76,3 +76,10 @@ def test_a_dense_and_a_quantized_matrix_stack(native: NativeOps) -> None:
     got = native.pack_linear([quant, dense], None, dtype=torch.bfloat16)(x)
     want = x.float() @ torch.cat([quant.dequantize(), dense]).T
     assert (got.float() - want).norm() / want.norm() < 0.01
+
+
+def test_logits_come_out_unrounded(native: NativeOps) -> None:
+    """Guards greedy decoding: rounded to bfloat16, the two best of 49,152 logits are often equal."""
+    weight, x = randn(64, 128).bfloat16(), randn(3, 128).bfloat16()
+    got = native.pack_linear([weight], None, dtype=torch.bfloat16, out_dtype=torch.float32)(x)
+    torch.testing.assert_close(got, x.float() @ weight.float().T, atol=1e-4, rtol=1e-4)

@@ -50,7 +50,7 @@ def test_product_is_that_of_the_rounded_activations(
 ) -> None:
     """Guards the packing, the zero points, the minima and the tails: any slip is far above float32 rounding."""
     weight = quantized(kind, out_features, in_features)
-    linear = PackedLinear(native.lib, [weight], None, dtype=torch.float32)
+    linear = PackedLinear(native.lib, [weight], None, dtype=torch.float32, out_dtype=torch.float32)
     for rows in ROWS:
         x = randn(rows, in_features)
         want = rounded(x) @ weight.dequantize().double().T
@@ -98,7 +98,7 @@ def test_float32_stays_exact(native: NativeOps) -> None:
 def test_zero_and_huge_activations(native: NativeOps) -> None:
     """Guards the scale: no division by zero, no overflow of the int8 codes."""
     weight = quantized("Q4_0", 16, 64)
-    linear = PackedLinear(native.lib, [weight], None, dtype=torch.float32)
+    linear = PackedLinear(native.lib, [weight], None, dtype=torch.float32, out_dtype=torch.float32)
     assert torch.equal(linear(torch.zeros(2, 64)), torch.zeros(2, 16))
     x = randn(2, 64) * 1e30
     torch.testing.assert_close(linear(x).double(), rounded(x) @ weight.dequantize().double().T, rtol=1e-3, atol=1e26)
