@@ -19,11 +19,11 @@ DETERMINISTIC = TritonOps("cpu", deterministic=True)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def attend(case: PagedCase, *, ops: TritonOps = OPS, window: int = 0, soft_cap: float = 0.0) -> torch.Tensor:
+def attend(case: PagedCase, *, ops: TritonOps | None = None, window: int = 0, soft_cap: float = 0.0) -> torch.Tensor:
     """The case's attention over a cache that the reference filled: both keep [block, slot, head, dim]."""
     layer = fill_cache(ReferenceOps(), case, poison=True)
     kv_heads = case.num_kv_heads
-    return ops.attention(
+    return (ops or OPS).attention(
         case.q, layer, case.meta, scale=case.scale, num_kv_heads=kv_heads, window=window, soft_cap=soft_cap
     )
 

@@ -14,12 +14,15 @@ from tests.kernels.triton.interpreted.audit import Traffic, audited
 from tests.kernels.triton.interpreted.test_quantized_matmul import quantized
 
 OPS = TritonOps("cpu")
+DETERMINISTIC = TritonOps("cpu", deterministic=True)
 
 
-def attend(case: PagedCase, *, window: int = 0, ops: TritonOps = OPS) -> tuple[LayerKV, list[Traffic]]:
+def attend(case: PagedCase, *, window: int = 0, ops: TritonOps | None = None) -> tuple[LayerKV, list[Traffic]]:
     layer = fill_cache(ReferenceOps(), case)
     with audited() as launches:
-        ops.attention(case.q, layer, case.meta, scale=case.scale, num_kv_heads=case.num_kv_heads, window=window)
+        (ops or OPS).attention(
+            case.q, layer, case.meta, scale=case.scale, num_kv_heads=case.num_kv_heads, window=window
+        )
     return layer, launches
 
 
@@ -47,7 +50,7 @@ def slots_read(case: PagedCase, launches: list[Traffic], argument: str) -> tuple
 def test_decode_reads_each_key_and_value_once(batch: str, window: int, deterministic: bool) -> None:
     """Decode is bound by memory: a tile read twice, or keys read and then masked, is time lost. The bar is 1.00."""
     case = build_case(BATCHES[batch], num_heads=6, num_kv_heads=2, head_dim=80)
-    _, launches = attend(case, window=window, ops=TritonOps("cpu", deterministic=deterministic))
+    _, launches = attend(case, window=window, ops=DETERMINISTIC if deterministic else None)
     owned, count = visible_slots(case, window)
     for argument in ("key_ptr", "value_ptr"):
         slots, num_bytes = slots_read(case, launches, argument)
