@@ -40,7 +40,7 @@ class GgufSource:
     """A WeightSource over one GGUF file."""
 
     def __init__(self, path: Path, header: GgufHeader, spec: ModelSpec) -> None:
-        """Raises ModelLoadError for tensors of unknown types and for those that reach beyond the file's end."""
+        """Raises ModelLoadError for tensors of unknown types, beyond the file's end, or not one behind the other."""
         permuted = header.metadata.get("general.architecture") in _PERMUTED_ARCHITECTURES
         heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if permuted else {}
         self._path = path
@@ -49,6 +49,7 @@ class GgufSource:
             name = hf_name(info.name, sandwich_norms=spec.sandwich_norms)
             part = name.split(".")[-2] if "." in name else ""
             self._entries[name] = _entry(info, header, path, heads.get(part, 0))
+        _check_layout(self._entries, header, path)
         try:
             # Copy-on-write: torch wants writable memory, and nobody writes.
             self._data = np.memmap(path, np.uint8, mode="c")
@@ -92,6 +93,19 @@ def _entry(info: GgufTensorInfo, header: GgufHeader, path: Path, permuted_heads:
     if begin + num_bytes > header.file_size:
         raise ModelLoadError(f"{path}: tensor {info.name!r} reaches beyond the end of the file: it is truncated")
     return _Entry(kind, tuple(reversed(info.shape)), begin, num_bytes, permuted_heads)
+
+
+def _check_layout(entries: Mapping[str, _Entry], header: GgufHeader, path: Path) -> None:
+    """Tensors follow each other, padded to the alignment: a gap or an overlap betrays a wrong type, shape or offset."""
+    alignment = header.metadata.get("general.alignment", 32)
+    end = header.data_offset
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        if entry.begin != -(-end // alignment) * alignment:
+            raise ModelLoadError(
+                f"{path}: tensor {name!r} begins at byte {entry.begin}, the one before it ends at {end}: the tensor "
+                "table is corrupt"
+            )
+        end = entry.begin + entry.num_bytes
 
 
 def _unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

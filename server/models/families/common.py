@@ -70,7 +70,7 @@ def gguf_spec(family: str, meta: Fields) -> ModelSpec:
 
 def activation(config: Fields, key: str) -> str:
     name = config.get(key) or "silu"
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelLoadError(f"{config.where}: {key} = {name!r} is not supported, only {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
