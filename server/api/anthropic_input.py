@@ -27,6 +27,7 @@ class MessagesBody(CountTokensBody):
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    output_config: dict[str, Any] | None = None
     container: Any = None
     mcp_servers: Any = None
 
@@ -52,11 +53,32 @@ def as_chat_body(body: CountTokensBody) -> ChatBody:
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
+            **_output_config(body.output_config or {}),
         }
     try:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
         raise invalid_request(error) from None
+
+
+def _output_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A schema for the answer, and how hard to think."""
+    given = {name: value for name, value in config.items() if value is not None}
+    if unknown := given.keys() - {"format", "effort"}:
+        name = f"output_config.{min(unknown)[:80]}"
+        raise UnsupportedFeature(f"{name} is not supported", param=name)
+    chat: dict[str, Any] = {}
+    if "effort" in given:
+        chat["reasoning_effort"] = given["effort"]
+    if "format" in given:
+        wanted = given["format"]
+        if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+            raise InvalidRequest("output_config.format.type must be json_schema", param="output_config.format.type")
+        chat["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": wanted.get("schema")},
+        }
+    return chat
 
 
 def _messages(body: CountTokensBody) -> list[dict[str, Any]]:

@@ -128,3 +128,29 @@ async def test_refused(server: Server, fields: dict[str, Any]) -> None:
     """Guards against a 500, or silence, for what is wrong or more than text and tools."""
     response = await server.post(PATH, body(**fields))
     assert response.status_code == 400, response.text
+
+
+async def test_output_config_holds_a_schema(server: Server) -> None:
+    """Guards against prose where the client's own parse() asked for an object."""
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    ok(await server.post(PATH, body(output_config={"format": {"type": "json_schema", "schema": schema}})))
+    grammar = server.engine.requests[-1].sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind, json.loads(grammar.source)["properties"]) == ("json_schema", schema["properties"])
+
+
+@pytest.mark.parametrize(
+    ("output_config", "param"),
+    [
+        ({"format": {"type": "xml"}}, "output_config.format.type"),
+        ({"format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"effort": "high"}, "reasoning_effort"),
+        ({"effort": 3}, "reasoning_effort"),
+        ({"verbosity": "low"}, "output_config.verbosity"),
+    ],
+)
+async def test_output_config_that_cannot_be_honored(server: Server, output_config: dict[str, Any], param: str) -> None:
+    """Guards against options of the answer's form that are dropped in silence."""
+    response = await server.post(PATH, body(output_config=output_config))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
