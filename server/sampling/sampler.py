@@ -134,7 +134,7 @@ def _draw_in_order(scores: torch.Tensor, min_p: torch.Tensor, numbers: torch.Ten
     if bool((min_p > 0).any()):
         floor = (min_p * probs.amax(dim=-1)).float()[:, None]
         probs.masked_fill_(probs < floor, 0.0)
-    cumulative = torch.cumsum(probs, dim=-1, out=probs)
+    cumulative = probs.cumsum_(dim=-1)
     return _invert(cumulative, cumulative[:, -1], numbers)
 
 
