@@ -124,7 +124,9 @@ class _Answer:
         prompt = self._job.prompts[piece.index // self._job.n]
         echo = self._echo(prompt) if self._body.echo else ""
         if piece.logprobs is not None:
-            part["logprobs"] = legacy_logprobs(piece.logprobs, self._tokenizer, base_offset=len(echo))
+            # One entry a completion token, as usage counts them: scoring tools drop the last ones by number.
+            scored = piece.logprobs if piece.end_logprobs is None else [*piece.logprobs, piece.end_logprobs]
+            part["logprobs"] = legacy_logprobs(scored, self._tokenizer, base_offset=len(echo))
         if first and echo:
             part["text"] = echo + piece.text
             if self._body.logprobs is not None and piece.prompt_logprobs is not None:

@@ -32,6 +32,8 @@ class Piece(msgspec.Struct):
     """The client's own stop string or stop token id that ended the choice."""
     logprobs: list[ScoredToken] | None = None
     """Of the tokens whose text has come out; the token that ended the choice has no text and no entry."""
+    end_logprobs: ScoredToken | None = None
+    """Of the token that ended the choice, where its text is hidden."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] | None = None
@@ -106,6 +108,8 @@ class OutputProcessor:
             if not self._emit(piece, self._detokenizer.flush(), search=searching):
                 piece.text += self._stop.flush() if self._stop is not None else ""
                 self._finish(piece, delta)
+                if logprobs is not None and len(shown) < len(logprobs):
+                    piece.end_logprobs = ScoredToken(logprobs[-1], self._num_chars)
         self._release_logprobs(piece)
         return piece
 

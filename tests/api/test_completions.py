@@ -176,6 +176,21 @@ async def test_legacy_logprobs(server: Server, echo: bool, stop: str | None) -> 
     assert streamed == logprobs
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("shown", ["", " Hello"])
+async def test_legacy_logprobs_of_the_end_token(server: Server, echo: bool, shown: str) -> None:
+    """Guards lm-eval's scores: it cuts one entry for the one token it let the model write, be that the end token."""
+    server.say(shown)
+    answer = await server.complete("Say it", logprobs=1, echo=echo)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    usage, logprobs = answer["usage"], choice["logprobs"]
+    num_echoed = usage["prompt_tokens"] if echo else 0
+    assert {len(values) for values in logprobs.values()} == {num_echoed + usage["completion_tokens"]}
+    assert "".join(logprobs["tokens"]) == choice["text"] + "<|im_end|>"
+    assert logprobs["text_offset"][-1] == len(choice["text"])
+
+
 async def test_prompt_logprobs_and_token_ids(server: Server) -> None:
     """Guards vLLM's extensions, also in a stream."""
     body = {"prompt": [5, 6, 7], "max_tokens": 3, "prompt_logprobs": 1, "return_token_ids": True}
