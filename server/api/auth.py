@@ -23,7 +23,12 @@ class ApiKeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = scope["type"] in ("http", "websocket") and scope["path"] not in self._open_paths
-        if not self._keys or not guarded or self._is_known(_offered_key(scope)):
+        if not self._keys or not guarded:
+            await self._app(scope, receive, send)
+            return
+        number = self._number_of(_offered_key(scope))
+        if number is not None:
+            scope.setdefault("state", {})["client"] = f"key {number}"
             await self._app(scope, receive, send)
             return
         if scope["type"] == "websocket":
@@ -33,13 +38,13 @@ class ApiKeyGuard:
         error = Unauthorized("A valid API key is needed: send it as 'Authorization: Bearer KEY'")
         await error_response(error)(scope, receive, send)
 
-    def _is_known(self, offered: bytes | None) -> bool:
-        if offered is None:
-            return False
-        known = False
-        for key in self._keys:  # all of them: the time must not tell which one came close
-            known |= hmac.compare_digest(key, offered)
-        return known
+    def _number_of(self, offered: bytes | None) -> int | None:
+        """Which key it is; None for none of them."""
+        found = None
+        for number, key in enumerate(self._keys):  # all of them: the time must not tell which one came close
+            if hmac.compare_digest(key, offered or b""):
+                found = number
+        return found if offered is not None else None
 
 
 def _offered_key(scope: Scope) -> bytes | None:

@@ -133,6 +133,7 @@ class Service:
             client_stop_ids=tuple(body.stop_token_ids or ()),
             priority=_checked_priority(body.priority),
             cache_salt=_checked_salt(body.cache_salt),
+            client=_client_of(request),
             deadline=_deadline(body.timeout, request.state.arrival_time),
         )
 
@@ -156,6 +157,12 @@ class Service:
         )
         whole = len(token_ids) == len(raw.token_ids)
         return Prompt(token_ids=token_ids, sampling=sampling, text=raw.text if whole else None)
+
+
+def _client_of(request: Request) -> str:
+    """The API key's number where there are keys, else the address."""
+    known: str | None = getattr(request.state, "client", None)
+    return known or ("" if request.client is None else request.client.host)
 
 
 def _checked_priority(priority: int | None) -> int:

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,6 +125,8 @@ class SupervisedEngine:
         try:
             while True:
                 delta = await open_request.next_delta()
+                if open_request.refusal is not None:
+                    raise open_request.refusal
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -190,17 +193,30 @@ class SupervisedEngine:
             raise EngineRestarting("the server is shutting down; it takes no new requests", retry_after=5)
         if self.state.ready is None or self.state.phase == "failed":
             raise EngineRestarting(f"the model is not ready yet: {self.state.phase}", retry_after=2)
-        num_waiting = sum(not r.started for r in self._open.values())
-        if num_waiting >= self._max_queue:
-            raise Overloaded(
-                f"{num_waiting} requests are waiting and the queue holds {self._max_queue}; try again later",
-                retry_after=self._rate.seconds_for(num_waiting),
-            )
+        waiting = [r for r in self._open.values() if not r.started and not r.finished]
+        if len(waiting) >= self._max_queue:
+            self._make_way(request.client, waiting)
         self._begin_owing()
         open_request = self._open[request.request_id] = OpenRequest(request)
         if self._engine is not None:
             self._submit(open_request, self._engine)
         return open_request
+
+    def _make_way(self, client: str, waiting: list[OpenRequest]) -> None:
+        """Takes the newest place of the client that has the most. Raises Overloaded where that is this very client."""
+        refusal = Overloaded(
+            f"{len(waiting)} requests are waiting and the queue holds {self._max_queue}; try again later",
+            retry_after=self._rate.seconds_for(len(waiting)),
+        )
+        places = Counter(r.request.client for r in waiting)
+        greedy, most = places.most_common(1)[0]
+        if most <= places[client] + 1:
+            raise refusal
+        loser = next(r for r in reversed(waiting) if r.request.client == greedy)
+        loser.refusal = refusal
+        loser.end(FinishReason.ABORT)
+        if self._engine is not None:
+            self._engine.send(AbortRequests([loser.request.request_id]))
 
     def _submit(self, open_request: OpenRequest, engine: EngineConnection) -> None:
         self.state.num_resumed += open_request.submitted
@@ -212,7 +228,8 @@ class SupervisedEngine:
             return
         del self._open[request_id]
         if open_request.finished:
-            self._rate.count_finished()
+            if open_request.refusal is None:
+                self._rate.count_finished()
         elif self._engine is not None:
             self._engine.send(AbortRequests([request_id]))
 

@@ -48,6 +48,8 @@ class Job:
     client_stop_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    client: str = ""
+    """Whose it is: clients take turns, and share the queue."""
     deadline: float | None = None
     make_parser: Callable[[], AnswerParser] | None = None
     """Splits each choice's text into text, reasoning and tool calls; None leaves it whole."""
@@ -104,6 +106,7 @@ class Generation:
             arrival_time=job.arrival_time,
             priority=job.priority,
             cache_salt=job.cache_salt,
+            client=job.client,
             deadline=job.deadline,
         )
         processor = self._processor(index, prompt)

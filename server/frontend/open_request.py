@@ -4,6 +4,7 @@ import asyncio
 
 import msgspec
 
+from server.errors import Overloaded
 from server.protocol import FinishReason, GenerateRequest, OutputDelta, TokenLogprobs
 
 STRIKES_UNTIL_ALONE = 2
@@ -23,6 +24,8 @@ class OpenRequest:
         self.started = False
         """Seen in a step: it no longer counts as waiting."""
         self.finished = False
+        self.refusal: Overloaded | None = None
+        """Set where it had a place in the queue and lost it: what its reader is told."""
         self.submitted = False
         """An engine has had it."""
         self._strikes = 0

@@ -25,6 +25,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag="generate", omit_defaults
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     deadline: float | None = None
+    client: str = ""
+    """Whose it is: clients take turns."""
     run_alone: bool = False
     """Suspected of killing the engine: no other request is in a step with it until it has produced a token."""
 

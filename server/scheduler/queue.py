@@ -12,9 +12,9 @@ _by_order = attrgetter("order")
 class RequestQueue:
     """A list sorted by Request.order. Written by: Scheduler only.
 
-    First come, first served and priorities differ only in what `order` holds. A preempted request comes back to the
-    place it had, which under "fcfs" is before all that never ran. Adding at the end and taking from the front, the
-    usual cases, move a few kilobytes at most.
+    First come, first served, turns between clients and priorities are only in what `order` holds. A preempted request
+    comes back to the place it had, which under "fcfs" is before all that never ran. Adding at the end and taking from
+    the front, the usual cases, move a few kilobytes at most.
     """
 
     def __init__(self) -> None:

@@ -29,8 +29,9 @@ class Request:
     """
 
     request_id: str
-    order: tuple[int, int]
-    """Who is served first: (priority or 0, number of arrival)."""
+    order: tuple[int, float, int]
+    """Who is served first: (priority or 0, its client's turn, number of arrival)."""
+    client: str
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -88,13 +89,14 @@ class Request:
         return None
 
 
-def make_request(message: GenerateRequest, *, order: tuple[int, int]) -> Request:
+def make_request(message: GenerateRequest, *, order: tuple[int, float, int]) -> Request:
     """Resumed tokens are output like any other: they count for the limits and are computed with the prompt."""
     num_prompt_tokens = len(message.prompt_token_ids)
     sampling = message.sampling
     return Request(
         request_id=message.request_id,
         order=order,
+        client=message.client,
         token_ids=[*message.prompt_token_ids, *message.resumed_token_ids],
         num_prompt_tokens=num_prompt_tokens,
         sampling=sampling,

@@ -19,6 +19,7 @@ from server.scheduler.books import Books
 from server.scheduler.capacity import why_it_never_fits
 from server.scheduler.planner import StepPlan, StepPlanner
 from server.scheduler.request import Request, make_request
+from server.scheduler.turns import Turns
 
 NO_STEP = -1
 _NEVER = float("inf")
@@ -43,6 +44,7 @@ class Scheduler:
         self._block_size = manager.block_size
         self._max_model_len = max_model_len
         self._books = Books(manager=manager, max_num_seqs=config.max_num_seqs)
+        self._turns = Turns()
         self._planner = StepPlanner(books=self._books, config=config)
         self._ended: list[OutputDelta] = []
         """Of requests that ended outside a step; the next StepOutput carries them."""
@@ -67,7 +69,7 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id} is in use")
         self._num_added += 1
         priority = request.priority if self._has_priorities else 0
-        new = make_request(request, order=(priority, self._num_added))
+        new = make_request(request, order=(priority, self._turns.take(request.client), self._num_added))
         self._books.open(new)
         refusal = why_it_never_fits(
             new.num_prompt_tokens,
@@ -124,6 +126,8 @@ class Scheduler:
         admitted = [
             AdmittedRow(r.request_id, r.row, r.sampling, r.prompt_token_ids, r.output_token_ids) for r in plan.admitted
         ]
+        for request in plan.admitted:
+            self._turns.serve(request.order[1])
         released, self._books.released_rows = self._books.released_rows, []
         self._num_steps += 1
         return ScheduledBatch(self._num_steps, items, admitted, released)
@@ -198,6 +202,7 @@ class Scheduler:
     ) -> OutputDelta:
         """The only way out: frees what the request holds and makes its last delta."""
         self._books.close(request)
+        self._turns.leave(request.client)
         request.finish_reason = reason
         return self._delta(
             request, token_ids=token_ids or [], logprobs=logprobs, prompt_logprobs=prompt_logprobs, error=error

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import itertools
+import time
 from collections.abc import AsyncIterator, Coroutine
 
 import pytest
 
 from server.errors import EngineRestarting, Overloaded, StartupError
 from server.frontend.engine_client import SupervisedEngine
+from server.frontend.service_rate import ServiceRate
 from server.protocol import FinishReason, GenerateRequest, OutputDelta
 from tests.frontend.scripted_engine import CONFIG, POISON, POISON_LATER, Script, launcher, request
 
@@ -126,6 +129,93 @@ def test_a_hanging_engine_is_replaced() -> None:
     run(main())
 
 
+def test_a_stall_shows_before_the_engine_is_replaced() -> None:
+    """Regression: /readyz that says 200 while a step hangs, or never says it again."""
+
+    async def main() -> None:
+        script = Script(hang_at_step=3)
+        script.hold.set()
+        async with started(script, step_timeout_s=2) as client:
+            answer = asyncio.create_task(collect(client, request("a")))
+            seen = []
+            while not answer.done():
+                if client.state.phase not in seen[-1:]:
+                    seen.append(client.state.phase)
+                await asyncio.sleep(0.001)
+            assert seen[:3] == ["ready", "stalled", "restarting"]
+            assert client.state.phase == "ready"
+
+    run(main())
+
+
+@pytest.mark.parametrize("idle_s", [30.0, 1e6])
+def test_the_silence_of_an_idle_engine_is_no_hang(idle_s: float) -> None:
+    """Regression: the first request after a quiet hour that ends the engine, which has said nothing since."""
+
+    async def main() -> None:
+        script = Script()
+        async with started(script) as client:
+            client._last_event_time -= idle_s
+            answer = asyncio.create_task(collect(client, request("a")))
+            await asyncio.sleep(0)
+            assert client._silence_s() < 1
+            script.hold.set()
+            assert tokens(await answer) == expected(8)
+            client._last_event_time -= idle_s
+            await client.inspect()
+            assert client.state.num_restarts == 0
+
+    run(main())
+
+
+def test_a_server_that_was_suspended_does_not_blame_its_engine() -> None:
+    """Regression: a laptop that wakes, or a stopped API process, that replaces an engine which did nothing wrong."""
+
+    async def main() -> None:
+        script = Script()
+        async with started(script, step_timeout_s=1) as client:
+            answer = asyncio.create_task(collect(client, request("a")))
+            await asyncio.sleep(0.3)
+            time.sleep(1.6)  # the event loop stands still, as all of the process would
+            await asyncio.sleep(0.01)
+            script.hold.set()
+            assert tokens(await answer) == expected(8)
+            assert client.state.num_restarts == 0
+
+    run(main())
+
+
+def test_the_wall_clock_may_jump(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a timeout measured by a clock that NTP or an operator sets."""
+    clock = itertools.cycle([0.0, 4e9, -1e9])
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+
+    async def main() -> None:
+        script = Script()
+        script.hold.set()
+        async with started(script, step_timeout_s=1) as client:
+            r = request("a", deadline=time.monotonic() + 20)
+            assert tokens(await collect(client, r)) == expected(8)
+            assert client.state.num_restarts == 0
+
+    run(main())
+
+
+def test_a_deadline_holds_while_the_engine_hangs() -> None:
+    """Regression: a request with a time limit that waits for the supervisor to notice a hang."""
+
+    async def main() -> None:
+        script = Script()
+        async with started(script) as client:
+            late = request("late", deadline=time.monotonic() - 0.5)
+            assert (await collect(client, late))[-1].finish_reason is FinishReason.TIMEOUT
+            script.hold.set()
+            await collect(client, request("after"))
+            assert script.aborted == ["late"]
+
+    run(main())
+
+
 def test_startup_failure_is_told() -> None:
     """Regression: wait_ready() that hangs, or an engine that is restarted in a loop, when the model can't be loaded."""
 
@@ -191,6 +281,37 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
             assert tokens(await collect(client, request("now"))) == expected(8)
 
     run(main())
+
+
+def test_a_greedy_client_makes_way_in_a_full_queue() -> None:
+    """Regression: one client that fills the queue, so that everyone else is refused."""
+
+    async def main() -> None:
+        script = Script()
+        async with started(script, max_queue=4) as client:
+            greedy = [asyncio.create_task(collect(client, request(f"g{i}", client="greedy"))) for i in range(4)]
+            await asyncio.sleep(0)
+            modest = [asyncio.create_task(collect(client, request(f"m{i}", client="modest"))) for i in range(3)]
+            script.hold.set()
+            ends = await asyncio.gather(*greedy, *modest, return_exceptions=True)
+            refused = [isinstance(end, Overloaded) for end in ends]
+            assert refused == [False, False, True, True, False, False, True]
+            assert all(tokens(end) == expected(8) for end in ends if not isinstance(end, BaseException))
+
+    run(main())
+
+
+def test_a_refused_client_is_told_the_present_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a Retry-After of minutes because the server was idle for hours before."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    rate = ServiceRate()
+    for _ in range(10):
+        now += 2.0
+        rate.count_finished()
+    assert rate.seconds_for(10) == pytest.approx(18, abs=3)
+    now += 3600
+    assert rate.seconds_for(10) == 5
 
 
 def test_drain_finishes_open_requests_and_refuses_new_ones() -> None:
