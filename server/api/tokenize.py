@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them: for a text or for chat messages."""
+"""POST /tokenize and /detokenize for a text or for chat messages, and GET /tokenizer_info: as vLLM has them."""
 
 from typing import Any
 
@@ -49,6 +49,19 @@ def tokenize_router(service: Service) -> APIRouter:
         check_token_ids(body.tokens, service.tokenizer.vocab_size, param="tokens")
         return json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
+    async def info() -> Response:
+        """Evaluation tools that find this need no copy of the tokenizer."""
+        template = service.chat_template
+        names = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")) | service.tokenizer.special_tokens
+        return json_response(
+            {
+                **names,
+                "chat_template": None if template is None else template.source,
+                "vocab_size": service.tokenizer.vocab_size,
+            }
+        )
+
+    router.add_api_route("/tokenizer_info", info, methods=["GET"], name="tokenizer_info", response_model=None)
     add_post(router, "/tokenize", tokenize, service=service, body_type=TokenizeBody)
     add_post(router, "/detokenize", detokenize, service=service, body_type=DetokenizeBody)
     return router

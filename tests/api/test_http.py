@@ -29,7 +29,7 @@ def guarded(tokenizer: Tokenizer, chat_template: ChatTemplate) -> Server:
 @pytest.mark.parametrize(
     "path",
     [*POST_PATHS, "//v1/completions", "/v1//completions", "/v1/completions/", "/V1/completions", "/generate",
-     "/v1/messages", "/v1/models", "/debug/pages", "/health/", "/HEALTH", "/health/../v1/models", "/docs", "/nothing"],
+     "/v1/messages", "/v1/models", "/tokenizer_info", "/debug/pages", "/health/", "/HEALTH", "/health/../v1/models", "/docs", "/nothing"],
 )  # fmt: skip
 async def test_every_path_wants_a_key(guarded: Server, path: str) -> None:
     """Guards against spellings of a path, and paths added later, that slip past the key."""
@@ -172,6 +172,9 @@ async def test_admin(server: Server) -> None:
     assert models["data"][0]["max_model_len"] == 2048
     assert ok(await server.http.get(f"/v1/models/{MODEL}"))["id"] == MODEL
     assert "version" in ok(await server.http.get("/version"))
+    info = ok(await server.http.get("/tokenizer_info"))
+    assert (info["bos_token"], info["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert "messages" in info["chat_template"]
     assert ok(await server.http.get("/debug/pages")) == {"0": [1, 2]}
     assert (await server.http.get("/debug/requests")).json() == [{"request_id": "a"}]
     assert (await server.post("/debug/reset_prefix_cache", b"")).status_code == 200
