@@ -29,7 +29,8 @@ def guarded(tokenizer: Tokenizer, chat_template: ChatTemplate) -> Server:
 @pytest.mark.parametrize(
     "path",
     [*POST_PATHS, "//v1/completions", "/v1//completions", "/v1/completions/", "/V1/completions", "/generate",
-     "/v1/messages", "/v1/models", "/tokenizer_info", "/debug/pages", "/health/", "/HEALTH", "/health/../v1/models", "/docs", "/nothing"],
+     "/v1/messages", "/v1/models", "/tokenizer_info", "/debug/pages",
+     "/health/", "/HEALTH", "/health/../v1/models", "/docs", "/nothing"],
 )  # fmt: skip
 async def test_every_path_wants_a_key(guarded: Server, path: str) -> None:
     """Guards against spellings of a path, and paths added later, that slip past the key."""
