@@ -201,13 +201,8 @@ def _top_k(top_k: int | None, vocab_size: int) -> int:
 
 
 def _repetition_penalty(value: float | None) -> float:
-    if value is None:
-        return 1.0
-    if not 0.0 < value <= 100.0:
-        raise InvalidRequest(
-            f"repetition_penalty must be above 0 and at most 100, not {value}", param="repetition_penalty"
-        )
-    return value
+    """Logits are divided by it: beyond these bounds they would leave float32."""
+    return _in_range("repetition_penalty", _or(value, 1.0), 0.01, 100.0)
 
 
 def _logit_bias(bias: Mapping[str, float], vocab_size: int, max_entries: int) -> dict[int, float]:
