@@ -1,6 +1,8 @@
-// Linear layers on GGUF's 4- and 8-bit weights: int8 activations, exact int32 dot products (vpdpbusd), float32 across groups.
+// Linear layers on GGUF's 4- and 8-bit weights: exact int32 dot products (vpdpbusd) within a group of 32, float32 across groups.
 //
-// Activations are quantised per row and group of 32 (scale = largest magnitude / 127), as llama.cpp does for these formats.
+// Activations become two int8 codes, x = scale * (coarse + fine / 128), scaled per row and group. The coarse code alone is
+// llama.cpp's arithmetic for these formats; it changes one first choice in thirty against float32, with the fine code it is
+// one in seventy, as in bf16 (docs/adr/0007). Reading weights bounds small batches, where the second code costs nothing.
 // Weights are repacked once: 16 output rows fill the lanes, so no dot product needs a sum across lanes. A tile (16 outputs) is
 //   blocks x { codes, uint8[256] (4 bit) or uint8[512] (8 bit) | scale, fp16[16] | minimum, fp16[16] (Q4_1 only) }
 // with codes [step of 4 k][output][4 k]; 4-bit codes of steps 2j and 2j + 1 share a byte (low, high).
@@ -16,6 +18,7 @@ namespace {
 constexpr int GROUP = 32;
 constexpr int STEPS = GROUP / 4;
 constexpr int MAX_ROWS = 6;
+constexpr int FINE_BITS = 7, FINE = 1 << FINE_BITS;
 
 enum Kind : int { Q4_0 = 0, Q4_1 = 1, Q8_0 = 2 };
 
@@ -59,7 +62,7 @@ void pack_block(int kind, const uint8_t *const *rows, uint8_t *to) {
     }
 }
 
-struct Activations {  // [rows, size] int8; scale and sum [rows, groups]; sum: of a group, float value or int8 codes times -zero
+struct Activations {  // codes [rows, groups, 2, 32]; scale, sum [rows, groups]; sum: of the values, or of the codes times -zero
     int8_t *codes;
     float *scale;
     void *sum;
@@ -67,17 +70,23 @@ struct Activations {  // [rows, size] int8; scale and sum [rows, groups]; sum: o
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
+// x in [-127, 127] -> a coarse code at to[0 ..], a fine one at to[GROUP ..]: x = coarse + fine / FINE. Returns the codes' sum.
+INLINE int quantize_lanes(vf x, int8_t *to) {
+    __m512i coarse = _mm512_cvtps_epi32((__m512)x);
+    __m512i fine = _mm512_cvtps_epi32((__m512)((x - (vf)_mm512_cvtepi32_ps(coarse)) * (float)FINE));
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8(coarse));
+    _mm_storeu_si128((__m128i *)(to + GROUP), _mm512_cvtsepi32_epi8(fine));
+    return _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(coarse, FINE_BITS), fine));
+}
+
 template <class T>
 INLINE void quantize_row(const T *x, int size, int8_t *codes, float *scale, float *sum_f, int32_t *sum_i, int zero) {
     for (int g = 0; g < size / GROUP; g++) {
         vf a = load_floats(x + g * GROUP), b = load_floats(x + g * GROUP + LANES);
         float top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps((__m512)a), _mm512_abs_ps((__m512)b)));
         float inverse = top > 0 ? 127.0f / top : 0.0f;
-        __m512i qa = _mm512_cvtps_epi32((__m512)(a * inverse)), qb = _mm512_cvtps_epi32((__m512)(b * inverse));
-        _mm_storeu_si128((__m128i *)(codes + g * GROUP), _mm512_cvtsepi32_epi8(qa));
-        _mm_storeu_si128((__m128i *)(codes + g * GROUP + LANES), _mm512_cvtsepi32_epi8(qb));
-        int total = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
-        scale[g] = top / 127.0f;
+        int total = quantize_lanes(a * inverse, codes + g * 2 * GROUP) + quantize_lanes(b * inverse, codes + g * 2 * GROUP + LANES);
+        scale[g] = top / (127.0f * FINE);
         if (sum_f)
             sum_f[g] = (float)total * scale[g];
         else
@@ -95,7 +104,7 @@ INLINE void micro(const uint8_t *weights, int64_t tile_bytes, int groups, const 
     const float *scale[ROWS];
     const void *sum[ROWS];
     for (int r = 0; r < ROWS; r++) {
-        codes[r] = x.codes + (row + r) * groups * GROUP;
+        codes[r] = x.codes + (row + r) * groups * GROUP * 2;
         scale[r] = x.scale + (row + r) * groups;
         sum[r] = (const float *)x.sum + (row + r) * groups;
     }
@@ -106,17 +115,26 @@ INLINE void micro(const uint8_t *weights, int64_t tile_bytes, int groups, const 
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
             for (int t = 0; t < TILES; t++)
-                dot[r][t] = F.zero ? _mm512_set1_epi32(((const int32_t *)sum[r])[g]) : _mm512_setzero_si512();
-#pragma GCC unroll 8
-        for (int s = 0; s < STEPS; s++) {
+                dot[r][t] = _mm512_setzero_si512();
+#pragma GCC unroll 16
+        for (int s = 0; s < 2 * STEPS; s++) {
+            if (s == STEPS) {
+#pragma GCC unroll 6
+                for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+                    for (int t = 0; t < TILES; t++) {
+                        dot[r][t] = _mm512_slli_epi32(dot[r][t], FINE_BITS);
+                        if (F.zero) dot[r][t] = _mm512_add_epi32(dot[r][t], _mm512_set1_epi32(((const int32_t *)sum[r])[g]));
+                    }
+            }
             __m512i w[TILES];
 #pragma GCC unroll 2
             for (int t = 0; t < TILES; t++) {
                 const uint8_t *from = block + t * tile_bytes;
                 if (KIND == Q8_0) {
-                    w[t] = _mm512_loadu_si512(from + s * 64);
+                    w[t] = _mm512_loadu_si512(from + s % STEPS * 64);
                 } else {
-                    w[t] = _mm512_loadu_si512(from + s / 2 * 64);
+                    w[t] = _mm512_loadu_si512(from + s % STEPS / 2 * 64);
                     if (s % 2) w[t] = _mm512_srli_epi16(w[t], 4);
                     w[t] = _mm512_and_si512(w[t], _mm512_set1_epi8(15));
                 }
@@ -124,7 +142,7 @@ INLINE void micro(const uint8_t *weights, int64_t tile_bytes, int groups, const 
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; r++) {
                 int32_t four;
-                memcpy(&four, codes[r] + g * GROUP + s * 4, 4);
+                memcpy(&four, codes[r] + g * 2 * GROUP + s * 4, 4);
                 __m512i a = _mm512_set1_epi32(four);
 #pragma GCC unroll 2
                 for (int t = 0; t < TILES; t++) dot[r][t] = _mm512_dpbusd_epi32(dot[r][t], w[t], a);
@@ -172,7 +190,7 @@ void quantize_rows(const Linear &l, const void *input, int64_t from, int64_t to,
     for (int64_t r = from; r < to; r++) {
         float *sum_f = F.has_min ? (float *)x.sum + r * groups : nullptr;
         int32_t *sum_i = F.has_min ? nullptr : (int32_t *)x.sum + r * groups;
-        int8_t *codes = x.codes + r * size;
+        int8_t *codes = x.codes + r * size * 2;
         float *scale = x.scale + r * groups;
         if (l.dtype == F32)
             quantize_row((const float *)input + r * size, (int)size, codes, scale, sum_f, sum_i, F.zero);
@@ -184,7 +202,7 @@ void quantize_rows(const Linear &l, const void *input, int64_t from, int64_t to,
 template <int KIND>
 int run(const Linear &l, const void *input, void *out, int64_t rows, int threads) {
     int64_t groups = l.in_features / GROUP;
-    char *scratch = (char *)malloc((size_t)rows * (l.in_features + 8 * groups) + 64);
+    char *scratch = (char *)malloc((size_t)rows * (2 * l.in_features + 8 * groups) + 64);
     if (!scratch) return 1;
     Activations x;
     x.scale = (float *)scratch;
