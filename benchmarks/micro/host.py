@@ -14,7 +14,7 @@ from typing import NoReturn
 from paging import KVCacheManager
 from server.api.sse import ChunkEncoder
 from server.bench.ceilings import median_seconds
-from server.bench.kv_cache import allocate_and_free, hash_blocks, look_up
+from server.bench.kv_costs import allocate_and_free, hash_blocks, look_up
 from server.config import SchedulerConfig
 from server.engine.core import EngineCore
 from server.engine.grammar_gate import GrammarGate

@@ -1,133 +1,145 @@
-"""`pageturner bench kv-cache`: what the bookkeeping of paged memory costs, and what it saves. No model, no tensors.
+"""`pageturner bench kv-cache`: what a KV cache saves in time, what it takes in memory, what paging it costs and saves.
 
-Durations are given in nanoseconds and as multiples of one turn of a fixed Python loop, so that machines compare.
+The first part runs the model, with and without the cache. Durations of the bookkeeping are also given as multiples of
+one turn of a fixed Python loop, so that machines compare.
 """
 
 import argparse
+import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from paging import NO_MATCH, BlockHash, KVCacheManager, blocks_needed, extend_hashes
-from server.bench.ceilings import median_seconds, python_loop_ns
+from rich.console import Console
+from rich.progress import Progress
+
+from paging import blocks_needed
+from server.bench.ceilings import python_loop_ns
+from server.bench.kv_costs import COSTS
+from server.bench.kv_lesson import PROMPT_LEN, Lesson, lengths_up_to, total_without, typical
+from server.bench.plot import Points, line_chart
 from server.bench.report import Report, environment
+from server.errors import StartupError
+from server.models.registry import read_spec
+from server.plan import kv_bytes_per_token
+from server.weights.locate import locate
 
-BLOCK_SIZE = 16
-BLOCKS_PER_ROW = 64
 CHAT_LENGTHS = (5.0, 1.0)
-"""Mean and spread of the logarithm of a chat-like sequence length, tokens: median 148, 95th percentile about 770."""
+"""Mean and spread of the logarithm of a chat-like length, of prompt and answer each: median 148 tokens, mean 245."""
+RESERVED = 2048
+"""The context that a server without paging sets aside for each request; longer ones are cut."""
+CONTEXTS = (1024, 1025, 4096, 32768)
+BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+MIB = 1 << 20
 
 
-def manager_of(num_blocks: int, *, enable_prefix_cache: bool = True) -> KVCacheManager:
-    return KVCacheManager(
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        max_requests=num_blocks // BLOCKS_PER_ROW,
-        max_blocks_per_request=BLOCKS_PER_ROW,
-        enable_prefix_cache=enable_prefix_cache,
-    )
-
-
-def allocate_and_free(num_blocks: int) -> float:
-    """Nanoseconds a block: one admitted and released in a pool that is otherwise full."""
-    manager = manager_of(num_blocks)
-    for row in range(1, manager.max_requests):
-        manager.admit(row, NO_MATCH, BLOCKS_PER_ROW * BLOCK_SIZE)
-    rounds = 500
-
-    def work() -> None:
-        for _ in range(rounds):
-            manager.admit(0, NO_MATCH, BLOCKS_PER_ROW * BLOCK_SIZE)
-            manager.release(0)
-
-    return median_seconds(work) / rounds / BLOCKS_PER_ROW * 1e9
-
-
-def allocate_and_evict(num_blocks: int) -> float:
-    """Nanoseconds a block, where every block taken still has cached content to forget, and gets new content."""
-    manager = manager_of(num_blocks)
-    num_rounds = 2 * manager.max_requests
-    chains: Iterator[list[BlockHash]] = iter(
-        [chain(seed) for seed in range(num_rounds * 9)]  # median_seconds makes 8 calls
-    )
-
-    def work() -> None:
-        for _ in range(num_rounds):
-            manager.admit(0, NO_MATCH, BLOCKS_PER_ROW * BLOCK_SIZE)
-            manager.commit(0, next(chains))
-            manager.release(0)
-
-    return median_seconds(work) / num_rounds / BLOCKS_PER_ROW * 1e9
-
-
-def chain(seed: int) -> list[BlockHash]:
-    """Hashes of one row's worth of blocks, different for every seed."""
-    hashes: list[BlockHash] = []
-    extend_hashes(hashes, [seed] * (BLOCKS_PER_ROW * BLOCK_SIZE), block_size=BLOCK_SIZE)
-    return hashes
-
-
-def hash_blocks() -> float:
-    """Nanoseconds a block of 16 tokens."""
-    num_blocks = 512
-    tokens = [random.Random(0).randrange(50_000) for _ in range(num_blocks * BLOCK_SIZE)]
-    return median_seconds(lambda: extend_hashes([], tokens, block_size=BLOCK_SIZE)) / num_blocks * 1e9
-
-
-def look_up() -> float:
-    """Nanoseconds a block of a prefix that is cached from end to end."""
-    manager = manager_of(BLOCKS_PER_ROW * 64)
-    for row in range(manager.max_requests):
-        manager.admit(row, NO_MATCH, BLOCKS_PER_ROW * BLOCK_SIZE)
-        manager.commit(row, chain(row))
-    wanted = chain(manager.max_requests // 2)
-    rounds = 200
-
-    def work() -> None:
-        for _ in range(rounds):
-            manager.match(wanted)
-
-    return median_seconds(work) / rounds / len(wanted) * 1e9
-
-
-COSTS: tuple[tuple[str, Callable[[], float]], ...] = (
-    ("allocate and free, 1,024 blocks", lambda: allocate_and_free(1_024)),
-    ("allocate and free, 102,400 blocks", lambda: allocate_and_free(102_400)),
-    ("allocate by eviction, 1,024 blocks", lambda: allocate_and_evict(1_024)),
-    ("hash 16 tokens", hash_blocks),
-    ("look up a cached block", look_up),
-)
+def chat_moments(num_requests: int, seed: int) -> Iterator[int]:
+    """How many tokens a request holds, seen at a random moment while its answer grows."""
+    lengths = random.Random(seed)
+    for _ in range(num_requests):
+        prompt = min(RESERVED // 2, max(1, round(lengths.lognormvariate(*CHAT_LENGTHS))))
+        answer = min(RESERVED - prompt, max(1, round(lengths.lognormvariate(*CHAT_LENGTHS))))
+        yield lengths.randint(prompt, prompt + answer)
 
 
 def wasted_share(block_size: int, *, num_requests: int = 20_000, seed: int = 0) -> float:
-    """(allocated - filled) / allocated over the life of chat-like requests that grow token by token."""
-    lengths = random.Random(seed)
-    allocated = filled = 0
-    for _ in range(num_requests):
-        prompt = max(1, round(lengths.lognormvariate(*CHAT_LENGTHS)))
-        length = prompt + max(1, round(lengths.lognormvariate(*CHAT_LENGTHS)))
-        moment = lengths.randint(prompt, length)  # as it is seen at a random moment of its life
-        allocated += blocks_needed(moment, block_size) * block_size
-        filled += moment
-    return (allocated - filled) / allocated
+    """(allocated - filled) / allocated KV slots. block_size RESERVED: each request's context reserved in advance."""
+    filled = list(chat_moments(num_requests, seed))
+    allocated = sum(blocks_needed(moment, block_size) * block_size for moment in filled)
+    return 1 - sum(filled) / allocated
+
+
+def show_lesson(report: Report, args: argparse.Namespace) -> None:
+    """Runs the model. Raises StartupError."""
+    lesson = Lesson(args.model, dtype=args.dtype, longest=args.tokens)
+    with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
+        lengths = progress.track(lengths_up_to(args.tokens), description="without a cache")
+        without = [(length, lesson.without_cache(length)) for length in lengths]
+    cached = lesson.with_cache()
+    totals = list(itertools.accumulate(cached))
+    rows = []
+    for length, seconds in without:
+        here = typical(cached, length - PROMPT_LEN)
+        total = total_without(without, length)
+        with_total = totals[min(length - PROMPT_LEN, len(totals) - 1)]
+        rows.append(
+            [f"{length:,}", f"{here * 1e3:.1f}", f"{seconds * 1e3:.1f}", f"{seconds / here:.1f} x"]
+            + ([f"{with_total:.1f}", f"{total:.1f}", f"{total / with_total:.1f} x"] if total else ["-"] * 3)
+        )
+    columns = ["context", "next token, ms", "without", "", "so far, s", "without", ""]
+    report.show_table(columns, rows, title="The next token, and the answer so far, with a KV cache and without")
+    report.raw = {"with_cache_s": cached, "without_cache_s": without}
+    report.metrics["with_cache_s"] = totals[-1]
+    report.metrics["without_cache_s"] = total_without(without, args.tokens)
+    if args.plots:
+        series = {
+            "with a KV cache": [(PROMPT_LEN + i, s * 1e3) for i, s in enumerate(cached) if i % 8 == 1],
+            "without": [(length, s * 1e3) for length, s in without],
+        }
+        write_plot(args.plots / "kv-cache-time.svg", series, "Time of the next token", "tokens so far", "ms", log=True)
+
+
+def show_memory(report: Report, model: str) -> None:
+    """KV memory of one request, by context and block size. Raises StartupError."""
+    per_token = kv_bytes_per_token(read_spec(locate(model)), "auto")
+    sizes = (16, 128)
+    rows = [
+        [f"{length:,}"] + [f"{blocks_needed(length, size) * size * per_token / MIB:,.1f}" for size in sizes]
+        for length in CONTEXTS
+    ]
+    columns = ["context", *(f"MiB, blocks of {size}" for size in sizes)]
+    report.show_table(columns, rows, title=f"KV memory of one request, {per_token / 1024:.1f} KiB a token in 16 bits")
+    report.metrics["kv_bytes_per_token"] = per_token
+
+
+def show_waste(report: Report, plots: Path | None) -> None:
+    waste = {size: wasted_share(size) for size in (*BLOCK_SIZES, RESERVED)}
+    names = {RESERVED: f"none: {RESERVED:,} reserved"}
+    rows = [[names.get(size, str(size)), f"{share:.1%}"] for size, share in waste.items()]
+    report.show_table(["block size", "waste"], rows, title="KV memory that holds nothing, chat-like lengths")
+    report.metrics["waste_by_block_size"] = {str(size): share for size, share in waste.items()}
+    if plots:
+        series = {"waste": [(size, share * 100) for size, share in waste.items()]}
+        write_plot(plots / "kv-cache-waste.svg", series, "KV memory that holds nothing", "block size", "%", log=False)
+
+
+def show_costs(report: Report, loop_ns: float) -> None:
+    costs = {name: function() for name, function in COSTS}
+    rows = [[name, f"{ns:.0f}", f"{ns / loop_ns:.1f}"] for name, ns in costs.items()]
+    report.show_table(["operation", "ns a block", "loop turns"], rows, title="What the bookkeeping costs")
+    report.metrics["ns_per_block"] = costs
+
+
+def write_plot(path: Path, series: Mapping[str, Points], title: str, x_label: str, y_label: str, *, log: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(line_chart(series, title=title, x_label=x_label, y_label=y_label, log_x=True, log_y=log))
 
 
 def main(argv: list[str] | None = None) -> int:
+    """0, or 2 where the model can't be loaded."""
     parser = argparse.ArgumentParser(prog="pageturner bench kv-cache", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result")
+    add = parser.add_argument
+    add("--model", default="", help="as for serve [the embedded default]")
+    add("--dtype", default="auto", help="of the run with the model [%(default)s]")
+    add("--tokens", type=int, default=1024, help="how long the answer grows [%(default)s]")
+    add("--no-model", action="store_true", help="only what needs no run of the model")
+    add("--plots", type=Path, metavar="FOLDER", help="write the curves as SVG")
+    add("--json", type=Path, metavar="FILE", help="write the whole result")
     args = parser.parse_args(argv)
     loop_ns = python_loop_ns()
-    report = Report(title="KV cache bookkeeping", environment=environment(), ceilings={"python_loop_ns": loop_ns})
-    report.config = {"block_size": BLOCK_SIZE, "blocks_per_request": BLOCKS_PER_ROW}
-    costs = {name: function() for name, function in COSTS}
-    rows = [[name, f"{ns:.0f}", f"{ns / loop_ns:.1f}"] for name, ns in costs.items()]
-    report.show_table(["operation", "ns a block", "loop turns"], rows)
-    waste = {size: wasted_share(size) for size in (1, 8, 16, 32, 64, 128, 256)}
-    waste_rows = [[str(size), f"{share:.2%}"] for size, share in waste.items()]
-    report.show_table(["block size", "waste"], waste_rows, title="KV memory that holds nothing, chat-like lengths")
+    report = Report(title="KV cache", environment=environment(), ceilings={"python_loop_ns": loop_ns})
+    report.config = {"model": args.model, "dtype": args.dtype, "tokens": args.tokens}
+    try:
+        if not args.no_model:
+            show_lesson(report, args)
+        show_memory(report, args.model)
+    except StartupError as error:
+        Console(stderr=True).print(str(error), markup=False)
+        return 2
+    show_waste(report, args.plots)
+    show_costs(report, loop_ns)
     report.show_environment()
-    report.metrics = {"ns_per_block": costs, "waste_by_block_size": {str(k): v for k, v in waste.items()}}
     if args.json:
         report.write_json(args.json)
     return 0

@@ -1,6 +1,6 @@
 import pytest
 
-from server.bench import cli, kv_cache
+from server.bench import cli, kv_cache, kv_costs
 
 
 @pytest.mark.parametrize(("block_size", "low", "high"), [(1, 0.0, 0.0), (16, 0.01, 0.04), (256, 0.1, 0.5)])
@@ -11,9 +11,9 @@ def test_waste_is_what_arithmetic_says(block_size, low, high):
 
 def test_eviction_bench_really_evicts():
     """The eviction figure measures plain allocation because nothing was cached, or the chains repeat."""
-    chains = {hash_ for seed in range(8) for hash_ in kv_cache.chain(seed)}
-    assert len(chains) == 8 * kv_cache.BLOCKS_PER_ROW
-    assert kv_cache.allocate_and_evict(2 * kv_cache.BLOCKS_PER_ROW) > 0
+    chains = {hash_ for seed in range(8) for hash_ in kv_costs.chain(seed)}
+    assert len(chains) == 8 * kv_costs.BLOCKS_PER_ROW
+    assert kv_costs.allocate_and_evict(2 * kv_costs.BLOCKS_PER_ROW) > 0
 
 
 @pytest.mark.parametrize(("argv", "code"), [([], 2), (["nonsense"], 2), (["--help"], 0)])
