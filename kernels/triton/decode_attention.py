@@ -244,6 +244,16 @@ def merge_kernel(
     tl.store(out, (acc / total).to(out_ptr.dtype.element_ty), mask=dim_mask)
 
 
+def _grid(
+    meta: AttentionMetadata, *, block_size: int, num_kv_heads: int, programs_wanted: int, deterministic: bool
+) -> tuple[int, int]:
+    """(most splits of one request, most work items), from what a captured graph keeps: never from the lengths."""
+    most_splits = -(-meta.page_table.shape[1] * block_size // (FIXED_CHUNK if deterministic else MIN_CHUNK))
+    if deterministic:
+        return most_splits, meta.num_requests * most_splits
+    return most_splits, meta.num_requests + min(programs_wanted // num_kv_heads, meta.num_requests * (most_splits - 1))
+
+
 def decode_attention(
     q: torch.Tensor,
     layer: LayerKV,
@@ -261,52 +271,33 @@ def decode_attention(
     """Attends the requests that have 1..max_query new tokens and leaves the other rows of `out` alone.
 
     q: [T, H, D]. out: [T, H * D], q's dtype. layer: [num_blocks, block_size, KVH, D]. Last axes are contiguous.
-
-    Scratch is allocated here, its size a function of the batch bucket and the page table's width, never of the lengths:
-    that is legal inside a graph capture, and nothing syncs.
+    Allocates its scratch, which is legal inside a graph capture; nothing syncs.
     """
-    num_heads, head_dim = q.shape[1], q.shape[2]
-    block_size, num_kv_heads = layer.key.shape[1], layer.key.shape[2]
-    group = num_heads // num_kv_heads
+    (_, num_heads, head_dim), (block_size, num_kv_heads) = q.shape, layer.key.shape[1:3]
+    group, programs_wanted, key, value = num_heads // num_kv_heads, 2 * num_sms, layer.key, layer.value
+    most_splits, num_work = _grid(
+        meta, block_size=block_size, num_kv_heads=num_kv_heads, programs_wanted=programs_wanted,
+        deterministic=deterministic,
+    )  # fmt: skip
     rows = padded(max_query * group, least=16)
-    programs_wanted = 2 * num_sms
-    chunk = FIXED_CHUNK if deterministic else MIN_CHUNK
-    longest = meta.page_table.shape[1] * block_size
-    most_splits = -(-longest // chunk)
-    if deterministic:
-        num_work = meta.num_requests * most_splits
-    else:
-        num_work = meta.num_requests + min(programs_wanted // num_kv_heads, meta.num_requests * (most_splits - 1))
     partial = q.new_empty((num_work, num_kv_heads, rows, head_dim), dtype=torch.float32)
     lse = q.new_empty((num_work, num_kv_heads, rows), dtype=torch.float32)
-    shared = {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_PAD": padded(head_dim, least=16),
-        "ROWS": rows,
-        "MAX_QUERY": max_query,
-        "REQUESTS_PAD": padded(meta.num_requests, least=16),
-        "TILE": config.tile,
-        "MIN_TILES": max(1, chunk // config.tile),
-        "FIXED": deterministic,
-        "WINDOW": window,
-    }
-    scaled = layer.key_scale is not None
+    constants = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "HEAD_DIM_PAD": padded(head_dim, least=16),
+        "ROWS": rows, "MAX_QUERY": max_query, "REQUESTS_PAD": padded(meta.num_requests, least=16),
+        "TILE": config.tile, "MIN_TILES": max(1, (FIXED_CHUNK if deterministic else MIN_CHUNK) // config.tile),
+        "FIXED": deterministic, "WINDOW": window,
+    }  # fmt: skip
     decode_kernel[(num_work * num_kv_heads,)](
-        out, partial, lse, q, layer.key, layer.value,
-        scale_or_unit(layer.key_scale, lse), scale_or_unit(layer.value_scale, lse),
+        out, partial, lse, q, key, value, scale_or_unit(layer.key_scale, lse), scale_or_unit(layer.value_scale, lse),
         meta.page_table, meta.query_start_loc, meta.seq_lens,
         scale, meta.num_requests, programs_wanted, meta.page_table.stride(0),
-        q.stride(0), q.stride(1), out.stride(0),
-        layer.key.stride(0), layer.key.stride(1), layer.key.stride(2),
-        layer.value.stride(0), layer.value.stride(1), layer.value.stride(2),
-        BLOCK_SIZE=block_size, SOFT_CAP=soft_cap, SCALED=scaled, DOT_DTYPE=dot_dtype(q.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages, **shared,
+        q.stride(0), q.stride(1), out.stride(0), *key.stride()[:3], *value.stride()[:3],
+        BLOCK_SIZE=block_size, SOFT_CAP=soft_cap, SCALED=layer.key_scale is not None, DOT_DTYPE=dot_dtype(q.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages, **constants,
     )  # fmt: skip
     if most_splits > 1:
         merge_kernel[(meta.num_requests, max_query * num_heads)](
-            out, partial, lse, meta.query_start_loc, meta.seq_lens,
-            meta.num_requests, programs_wanted, out.stride(0),
-            SPLIT_TILE=16, num_warps=4, **shared,
+            out, partial, lse, meta.query_start_loc, meta.seq_lens, meta.num_requests, programs_wanted, out.stride(0),
+            SPLIT_TILE=16, num_warps=4, **constants,
         )  # fmt: skip

@@ -66,14 +66,20 @@ class TritonOps:
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
-        """Q4_0, Q4_1 and Q8_0 stay quantised. A dense product is the vendor library's business."""
+        """Q4_0, Q4_1 and Q8_0 stay quantised. A dense product is the vendor library's business; where that has no form
+        with another out_dtype (all but CUDA's), the result is rounded to dtype first.
+        """
         quantized = [part for part in weights if isinstance(part, QuantizedWeight)]
         if len(quantized) == len(weights) and can_pack(quantized):
             packed = pack(quantized, bias, self._device)
-            return lambda x: quantized_matmul(x, packed).to(out_dtype or dtype)
+            return lambda x: quantized_matmul(x, packed, out_dtype=out_dtype or dtype)
         weight = torch.cat([self._dense(part, dtype) for part in weights])
         bias = None if bias is None else bias.to(self._device, dtype)
-        return lambda x: F.linear(x, weight, bias).to(out_dtype or dtype)
+        if out_dtype in (None, dtype):
+            return lambda x: F.linear(x, weight, bias)
+        if self._device.type == "cuda" and torch.version.hip is None and bias is None:
+            return lambda x: torch.mm(x, weight.t(), out_dtype=out_dtype)
+        return lambda x: F.linear(x, weight, bias).to(out_dtype)
 
     def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
         table = self._dense(weight, dtype)

@@ -135,10 +135,10 @@ def quantized_matmul_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask[None, :])
 
 
-def quantized_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """x [M, K], last axis contiguous -> [M, N] in x's dtype: x @ w.T + bias, float32 sums."""
+def quantized_matmul(x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [M, K], last axis contiguous -> [M, N] in out_dtype, by default x's: x @ w.T + bias, float32 sums."""
     num_rows, num_columns = x.shape[0], weight.out_features
-    out = x.new_empty((num_rows, num_columns))
+    out = x.new_empty((num_rows, num_columns), dtype=out_dtype or x.dtype)
     tile_m, tile_n, tile_g = (16, 32, 8) if num_rows <= 16 else (64, 64, 2)
     unused = weight.scales
     grid = (triton.cdiv(num_rows, tile_m), triton.cdiv(num_columns, tile_n))

@@ -54,6 +54,15 @@ def test_bias(rows: int) -> None:
     check([quantized("Q4_1", 40, 96)], rows, torch.float32, torch.linspace(-9, 9, 40))
 
 
+def test_logits_keep_their_float32_sums() -> None:
+    """A result rounded to the activations' dtype on its way to float32: the best two tokens become equal."""
+    weight = quantized("Q8_0", 40, 256)
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).half()
+    got = OPS.pack_linear([weight], None, dtype=torch.float16, out_dtype=torch.float32)(x)
+    assert got.dtype == torch.float32
+    assert not torch.equal(got, got.half().float())
+
+
 def test_both_tile_shapes_agree() -> None:
     """Few rows and many take different tiles; the interpreter's dot is numpy's, so equal up to rounding only."""
     linear = OPS.pack_linear([quantized("Q4_1", 48, 128)], None, dtype=torch.float32)
