@@ -27,9 +27,12 @@ class _Axis:
         return self._begin + (value - self._low) / span * (self._end - self._begin)
 
     def ticks(self) -> list[float]:
-        """Round values: powers of ten, or multiples of 1, 2 or 5 times one."""
+        """Round values: powers of ten (with their doubles and fives on a short axis), or multiples of a round step."""
         if self._log:
-            return [10.0**e for e in range(math.ceil(self._low - 1e-9), math.floor(self._high + 1e-9) + 1)]
+            factors = (1.0, 2.0, 5.0) if self._high - self._low < NUM_TICKS / 2 else (1.0,)
+            exponents = range(math.floor(self._low), math.floor(self._high + 1e-9) + 1)
+            values = [factor * 10.0**e for e in exponents for factor in factors]
+            return [v for v in values if self._low - 1e-9 <= math.log10(v) <= self._high + 1e-9]
         step = nice_step((self._high - self._low) / NUM_TICKS)
         first = math.ceil(self._low / step - 1e-9)
         return [step * i for i in range(first, math.floor(self._high / step + 1e-9) + 1)]

@@ -69,6 +69,13 @@ def test_the_lesson_with_the_real_model(tmp_path, capsys):
     assert ET.parse(tmp_path / "kv-cache-time.svg").getroot().findall(f"{SVG}polyline")
 
 
+def test_a_short_log_axis_has_ticks():
+    """A logarithmic axis from 16 to 512 with a single label."""
+    text = plot.line_chart({"a": [(16, 1.0), (512, 2.0)]}, title="", x_label="", y_label="", log_x=True)
+    labels = {element.text for element in ET.fromstring(text).findall(f"{SVG}text")}
+    assert {"20", "50", "100", "200", "500"} <= labels
+
+
 def test_everything_without_a_model(tmp_path, capsys):
     """A part of the benchmark that nobody runs until a release."""
     folder = tmp_path / "plots"
