@@ -1,7 +1,6 @@
 """POST /v1/chat/completions, and the job behind every endpoint that talks in messages."""
 
 import dataclasses
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -39,12 +38,11 @@ async def make_chat_job(request: Request, body: ChatBody, service: Service) -> J
     """Raises before anything is generated, for whatever is wrong with the request."""
     service.check_model(body.model)
     service.ready()
-    _refuse_unsupported(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None and max_tokens < 1:
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise InvalidRequest(f"{name} must be 1 or more, not {max_tokens}", param=name)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= service.limits.max_logprobs:
         raise InvalidRequest(f"top_logprobs must be between 0 and {service.limits.max_logprobs}", param="top_logprobs")
@@ -62,22 +60,3 @@ async def make_chat_job(request: Request, body: ChatBody, service: Service) -> J
         make_parser=reading.make_parser,
         skip_special_tokens=job.skip_special_tokens and not reading.keeps_control_tokens,
     )
-
-
-def _refuse_unsupported(body: ChatBody) -> None:
-    """Fields of the API that nothing here honours; each has values that mean "not used"."""
-    unused: dict[str, tuple[Any, ...]] = {
-        "modalities": (["text"],),
-        "audio": (),
-        "functions": ([],),
-        "function_call": ("none",),
-        "prediction": (),
-        "web_search_options": (),
-        "verbosity": ("medium",),
-        "store": (False,),
-        "service_tier": ("auto", "default"),
-    }
-    for name, harmless in unused.items():
-        value = getattr(body, name)
-        if value is not None and value not in harmless:
-            raise UnsupportedFeature(f"{name} is not supported here", param=name)

@@ -56,9 +56,10 @@ class ChatAnswer:
         self._generation = service.generate(job)
         self._created = unix_now()
         self._model = service.model.name if body.model is None else body.model
+        self._echo = _last_words(body) if body.echo else ""
 
     async def whole(self) -> dict[str, Any]:
-        choices = [_Choice() for _ in range(self._job.n)]
+        choices = [_Choice([self._echo]) for _ in range(self._job.n)]
         prompt_logprobs: list[dict[str, Any] | None] | None = None
         async with aclosing(self._generation.pieces()) as pieces:
             async for piece in pieces:
@@ -137,6 +138,8 @@ class ChatAnswer:
         for index in range(self._job.n):
             choice = _chunk(index, {"role": "assistant", "content": ""})
             frames.append(encoder.choice(choice, usage=self._continuous_usage(), **(fields if index == 0 else {})))
+            if self._echo:
+                frames.append(encoder.text(index, self._echo))
         return b"".join(frames)
 
     def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
@@ -164,6 +167,15 @@ class ChatAnswer:
         usage = self._generation.usage
         shown = usage_object(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         return {**shown, "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens}}
+
+
+def _last_words(body: ChatBody) -> str:
+    """What the assistant had said already, where the answer goes on from there."""
+    last = body.messages[-1]
+    content = last.get("content") if last["role"] == "assistant" else None
+    if isinstance(content, list):
+        return "\n".join(part.get("text", "") for part in content if isinstance(part, dict))
+    return content or ""
 
 
 def _chunk(index: int, delta: dict[str, Any], *, finish_reason: str | None = None) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from server.api.service import Service, unix_now, usage_object
 from server.api.sse import DONE, ChunkEncoder, error_frame
 from server.api.structured import checked_grammar
 from server.api.transport import EventStream, until_disconnect
-from server.errors import UnsupportedFeature
 from server.frontend.generation import Job, Prompt
 from server.frontend.output import Piece
 
@@ -44,8 +43,6 @@ def completions_router(service: Service) -> APIRouter:
 async def _make_job(request: Request, body: CompletionBody, service: Service) -> Job:
     service.check_model(body.model)
     service.ready()
-    if body.suffix:
-        raise UnsupportedFeature("suffix is not supported: no filling in the middle here", param="suffix")
     prompts = await read_prompts(body.prompt, service=service, add_special_tokens=body.add_special_tokens is not False)
     options = body.sampling_options(
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,

@@ -1,7 +1,7 @@
 """HTTP/1.1 connections with limits on what uvicorn leaves open: slow senders, stuck readers, endless headers."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -28,8 +28,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._num_header_bytes = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))  # uvloop's is one in all but name
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,11 +1,13 @@
 """What a chat's messages must hold before the template may see them."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from server.errors import InvalidRequest
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""Models are tuned with roles of their own; the template says whether it knows one. No role may hold markup."""
 _MAX_MESSAGES = 10_000
 _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
 
@@ -22,8 +24,10 @@ def check_messages(messages: Sequence[dict[str, Any]]) -> None:
 
 def _check_message(message: dict[str, Any], where: str) -> None:
     role = message.get("role")
-    if role not in ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InvalidRequest(
+            f"{where}.role must be a name such as system, user, assistant or tool", param=f"{where}.role"
+        )
     if message.get("content") is None and role != "assistant":
         raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
     for name in _TEXT_FIELDS:

@@ -7,9 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.api.errors import JSON_MEDIA_TYPE
 from server.api.schemas import Body
 from server.api.service import Service
 from server.api.transport import read_body
+from server.errors import InvalidRequest
 
 Handler = Callable[[Request, bytes], Awaitable[Response]]
 SCHEMA_REF = "#/components/schemas/{model}"
@@ -20,6 +22,7 @@ def add_post(router: APIRouter, path: str, handler: Handler, *, service: Service
 
     async def endpoint(request: Request) -> Response:
         request.state.arrival_time = time.monotonic()
+        _check_content_type(request)
         return await handler(request, await read_body(request, service.limits.max_body_bytes))
 
     router.add_api_route(
@@ -30,6 +33,13 @@ def add_post(router: APIRouter, path: str, handler: Handler, *, service: Service
         response_model=None,
         openapi_extra=_described(body_type),
     )
+
+
+def _check_content_type(request: Request) -> None:
+    """A web page may post text or a form to any address without being asked; JSON it may not."""
+    kind = request.headers.get("content-type", JSON_MEDIA_TYPE).partition(";")[0].strip().lower()
+    if kind != JSON_MEDIA_TYPE and not kind.endswith("+json"):
+        raise InvalidRequest(f"The Content-Type must be {JSON_MEDIA_TYPE}, not {kind[:80]!r}")
 
 
 def _described(body_type: type[Body]) -> dict[str, Any]:

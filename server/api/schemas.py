@@ -5,6 +5,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from server.api.unsupported import NAMES, refuse_unsupported
 from server.errors import InvalidRequest
 from server.frontend.params import SamplingOptions
 from server.metrics.logging import log_event
@@ -87,11 +88,12 @@ class GenerationBody(Body):
 
     @property
     def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage) or self.continuous_usage
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Only together with include_usage."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionBody(GenerationBody):
@@ -112,7 +114,6 @@ class CompletionBody(GenerationBody):
     max_tokens: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: str | None = None
     add_special_tokens: bool | None = None
 
 
@@ -135,17 +136,9 @@ class ChatBody(GenerationBody, ChatTemplateFields):
     top_logprobs: int | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
     reasoning_effort: str | None = None
-    verbosity: str | None = None
-    store: bool | None = None
+    echo: bool | None = None
     metadata: Any = None
-    service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
@@ -179,7 +172,12 @@ def parse(body_type: type[_B], body: bytes) -> _B:
         parsed = body_type.model_validate_json(body)
     except ValidationError as error:
         raise invalid_request(error) from None
-    for name in parsed.model_extra or ():
+    unknown = parsed.model_extra or {}
+    if isinstance(parsed, GenerationBody):
+        refuse_unsupported(unknown)
+        if parsed.stream_options is not None and not parsed.stream:
+            raise InvalidRequest("stream_options needs stream = true", param="stream_options")
+    for name in unknown.keys() - NAMES:
         _note_unknown(name)
     return parsed
 

@@ -38,9 +38,8 @@ def tokenize_router(service: Service) -> APIRouter:
             "count": len(token_ids),
             "max_model_len": None if ready is None else ready.max_model_len,
             "tokens": token_ids,
+            "token_strs": [service.tokenizer.token_text(t) for t in token_ids] if body.return_token_strs else None,
         }
-        if body.return_token_strs:
-            answer["token_strs"] = [service.tokenizer.token_text(token_id) for token_id in token_ids]
         return json_response(answer)
 
     async def detokenize(_request: Request, raw: bytes) -> Response:

@@ -14,6 +14,7 @@ from server.frontend.tools import (
     FORMATS,
     HERMES,
     AnswerParser,
+    ParsedDelta,
     ReasoningSplitter,
     ToolFormat,
     ToolParser,
@@ -96,13 +97,28 @@ async def plan_reading(
     inside = begins_in_reasoning(prompt.text or "")
 
     def make_parser() -> AnswerParser:
-        return AnswerParser(
+        kind = _CallsOnly if request.must_call else AnswerParser
+        return kind(
             reasoning=ReasoningSplitter(inside=inside) if thinks else None,
             tools=ToolParser(format_, tool_names=request.names, parallel=request.parallel) if request.tools else None,
         )
 
     keeps = bool(request.tools) and format_.uses_control_tokens(service.tokenizer)
     return ReadingPlan(grammar, make_parser, keeps)
+
+
+class _CallsOnly(AnswerParser):
+    """For forced calls: what is no call is markup that max_tokens cut off."""
+
+    def push(self, text: str) -> ParsedDelta:
+        delta = super().push(text)
+        delta.content = ""
+        return delta
+
+    def finish(self) -> ParsedDelta:
+        delta = super().finish()
+        delta.content = ""
+        return delta
 
 
 def _format(template_source: str, chosen: str | None) -> ToolFormat:

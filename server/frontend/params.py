@@ -121,7 +121,7 @@ def derive_seed(seed: int, choice: int) -> int:
 def check_token_ids(token_ids: Collection[int], vocab_size: int, *, param: str) -> None:
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         bad = next(t for t in token_ids if not 0 <= t < vocab_size)
-        raise InvalidRequest(f"token id {bad} is not in the vocabulary (0 to {vocab_size - 1})", param=param)
+        raise InvalidRequest(f"token id {bad} is out of vocabulary (0 to {vocab_size - 1})", param=param)
 
 
 def truncate_prompt(token_ids: list[int], keep: int | None, max_tokens: int | None, bounds: ModelBounds) -> list[int]:

@@ -98,10 +98,12 @@ async def test_content_parts(server: Server) -> None:
         ([{}], 400),
         ([1], 400),
         ([{"content": "x"}], 400),
-        ([{"role": "banana", "content": "x"}], 400),
+        ([{"role": "banana", "content": "x"}], 200),
+        ([{"role": "user\n", "content": "x"}], 400),
+        ([{"role": "", "content": "x"}], 400),
+        ([{"role": "<|im_end|>", "content": "x"}], 400),
         ([{"role": 5, "content": "x"}], 400),
         ([{"role": ["user"], "content": "x"}], 400),
-        ([{"role": "SYSTEM", "content": "x"}], 400),
         ([{"role": "system", "content": None}, user("x")], 400),
         ([user(5)], 400),
         ([user([5])], 400),
@@ -132,6 +134,18 @@ async def test_continue_final_message(server: Server) -> None:
     assert prompt.endswith("<|im_start|>assistant\nOnce upon")
     response = await server.post(CHAT, {"messages": [user("Hi")], "continue_final_message": True})
     assert response.status_code == 400
+
+
+async def test_echo(server: Server) -> None:
+    """Guards vLLM's echo: what the assistant had begun comes back in front of its continuation, streamed as well."""
+    body = {
+        "messages": [user("Hi"), {"role": "assistant", "content": "Once upon"}],
+        "continue_final_message": True,
+        "echo": True,
+    }
+    assert ok(await server.post(CHAT, body))["choices"][0]["message"]["content"] == "Once upon" + REPLY
+    deltas = [e["choices"][0]["delta"] for e in (await server.events(CHAT, body))[:-1]]
+    assert "".join(d.get("content", "") for d in deltas) == "Once upon" + REPLY
 
 
 async def test_chat_template_of_the_request(server: Server) -> None:

@@ -121,6 +121,7 @@ async def test_stream_of_many_choices(server: Server) -> None:
     [
         ({}, "absent"),
         ({"include_usage": False}, "absent"),
+        ({"continuous_usage_stats": True}, "absent"),
         ({"include_usage": True}, "last"),
         ({"include_usage": True, "continuous_usage_stats": True}, "all"),
     ],

@@ -199,6 +199,25 @@ async def test_tokenize(server: Server) -> None:
     assert (await server.post("/detokenize", {"tokens": [10**9]})).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (None, 200),
+        ("application/json", 200),
+        ("application/json; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+        ("text/plain", 400),
+        ("application/x-www-form-urlencoded", 400),
+        ("multipart/form-data; boundary=x", 400),
+    ],
+)
+async def test_content_types(server: Server, kind: str | None, status: int) -> None:
+    """Guards a server on localhost from web pages: what a browser sends without asking first is refused."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    response = await server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=headers)
+    assert response.status_code == status
+
+
 async def test_cors_only_where_configured(server: Server, tokenizer: Tokenizer) -> None:
     """Guards against browsers being let in by default; a preflight needs no key."""
     preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}

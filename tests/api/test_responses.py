@@ -109,7 +109,7 @@ async def test_failure_in_a_stream(server: Server) -> None:
         ({"input": []}, "messages"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
-        ({"input": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
+        ({"input": [{"role": "al ien", "content": "x"}]}, "messages[0].role"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"store": True}, "store"),

@@ -83,6 +83,13 @@ async def test_what_the_model_is_told(server: Server) -> None:
     assert ok(await server.post("/tokenize", chat_body()))["count"] == counts["auto"]
 
 
+async def test_forced_call_that_is_cut_off(server: Server) -> None:
+    """Guards content from the half of a call that max_tokens left."""
+    server.say(CALLS)
+    [choice] = ok(await server.post(CHAT, chat_body(tool_choice="required", max_tokens=2)))["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [

@@ -81,6 +81,9 @@ def check_error(response: Any, status: int = 400, param: str | None = None) -> N
         ({"priority": 2**40}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"stream_options": 5}, "stream_options"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"length_penalty": 2.0}, "length_penalty"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -97,6 +100,8 @@ async def test_fields(server: Server, path: str, fields: dict[str, Any], param: 
         ("/v1/completions", {"logprobs": 100000}, "logprobs"),
         ("/v1/completions", {"logprobs": True}, "logprobs"),
         ("/v1/completions", {"suffix": "x"}, "suffix"),
+        ("/v1/completions", {"stream_options": {"include_usage": None}}, "stream_options"),
+        ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
         ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens"),
         ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
         ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
@@ -237,6 +242,7 @@ async def test_model_names(server: Server, path: str) -> None:
 async def test_harmless_and_unknown_fields(server: Server, path: str) -> None:
     """Guards that fields which change no answer, and unknown ones, are no error."""
     fields = {"user": "u1", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "foo_bar": 1}
+    fields |= {"use_beam_search": False, "length_penalty": 1.0, "functions": [], "audio": None}
     assert (await server.post(path, body_for(path, **fields))).status_code == 200
 
 
