@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +15,11 @@ from typing import Any
 import msgspec
 
 from server.config import EngineConfig
-from server.errors import EngineRestarting, Overloaded, StartupError
+from server.errors import EngineRestarting, StartupError
 from server.frontend.connection import EngineConnection
 from server.frontend.launcher import EngineLauncher
 from server.frontend.open_request import OpenRequest
-from server.frontend.service_rate import ServiceRate
+from server.frontend.open_requests import OpenRequests
 from server.protocol import (
     AbortRequests,
     EngineStats,
@@ -85,10 +84,8 @@ class SupervisedEngine:
         self._launcher = launcher
         self._on_step = on_step
         self._config = config
-        self._max_queue = max_queue
         self._step_timeout_s = step_timeout_s
-        self._open: dict[str, OpenRequest] = {}
-        self._rate = ServiceRate()
+        self._open = OpenRequests(max_waiting=max_queue, abort=self._abort_one)
         self._engine: EngineConnection | None = None
         """Set only between Ready and the loss of the connection."""
         self._suspects: list[str] = []
@@ -131,7 +128,7 @@ class SupervisedEngine:
                 if delta.finish_reason is not None:
                     return
         finally:
-            self._forget(open_request)
+            self._open.forget(open_request)
 
     def abort(self, request_ids: list[str]) -> None:
         if self._engine is not None:
@@ -168,8 +165,7 @@ class SupervisedEngine:
             async with asyncio.timeout(timeout_s):
                 while self._open:
                     await asyncio.sleep(_TICK_S / 5)
-        for open_request in self._open.values():
-            open_request.end(FinishReason.ABORT, "the server is shutting down")
+        self._open.end_all(FinishReason.ABORT, "the server is shutting down")
 
     async def stop(self, *, at_once: bool = False) -> None:
         """at_once: without asking first. An engine that still loads is never asked: it could not listen."""
@@ -193,49 +189,19 @@ class SupervisedEngine:
             raise EngineRestarting("the server is shutting down; it takes no new requests", retry_after=5)
         if self.state.ready is None or self.state.phase == "failed":
             raise EngineRestarting(f"the model is not ready yet: {self.state.phase}", retry_after=2)
-        waiting = [r for r in self._open.values() if not r.started and not r.finished]
-        if len(waiting) >= self._max_queue:
-            self._make_way(request.client, waiting)
         self._begin_owing()
-        open_request = self._open[request.request_id] = OpenRequest(request)
+        open_request = self._open.add(request)
         if self._engine is not None:
             self._submit(open_request, self._engine)
         return open_request
-
-    def _make_way(self, client: str, waiting: list[OpenRequest]) -> None:
-        """Takes the newest place of the client that has the most. Raises Overloaded where that is this very client."""
-        refusal = Overloaded(
-            f"{len(waiting)} requests are waiting and the queue holds {self._max_queue}; try again later",
-            retry_after=self._rate.seconds_for(len(waiting)),
-        )
-        places = Counter(r.request.client for r in waiting)
-        greedy, most = places.most_common(1)[0]
-        if most <= places[client] + 1:
-            raise refusal
-        loser = next(r for r in reversed(waiting) if r.request.client == greedy)
-        loser.refusal = refusal
-        loser.end(FinishReason.ABORT)
-        if self._engine is not None:
-            self._engine.send(AbortRequests([loser.request.request_id]))
 
     def _submit(self, open_request: OpenRequest, engine: EngineConnection) -> None:
         self.state.num_resumed += open_request.submitted
         engine.send(open_request.to_submit())
 
-    def _forget(self, open_request: OpenRequest) -> None:
-        request_id = open_request.request.request_id
-        if self._open.get(request_id) is not open_request:
-            return
-        del self._open[request_id]
-        if open_request.finished:
-            if open_request.refusal is None:
-                self._rate.count_finished()
-        elif self._engine is not None:
+    def _abort_one(self, request_id: str) -> None:
+        if self._engine is not None:
             self._engine.send(AbortRequests([request_id]))
-
-    def _fail_open(self, message: str) -> None:
-        for open_request in self._open.values():
-            open_request.end(FinishReason.ERROR, message)
 
     # ------------------------------------------------------------------------------------------------ events
 
@@ -251,7 +217,7 @@ class SupervisedEngine:
                 self._in_step = True
                 if request_ids is not None:
                     self._suspects = request_ids
-                    self._mark_started(request_ids)
+                    self._open.mark_started(request_ids)
             case Loading():
                 self.state.loading = event
                 if self.state.ready is None:
@@ -272,16 +238,11 @@ class SupervisedEngine:
             if open_request := self._open.get(delta.request_id):
                 open_request.push(delta)
 
-    def _mark_started(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if open_request := self._open.get(request_id):
-                open_request.started = True
-
     def _on_ready(self, connection: EngineConnection, ready: Ready) -> None:
         self.state.ready = ready
         self.state.phase = "draining" if self._draining else "ready"
         self._engine = connection
-        for open_request in self._open.values():
+        for open_request in self._open:
             if not open_request.finished:
                 self._submit(open_request, connection)
         if self._first_ready is not None and not self._first_ready.done():
@@ -338,16 +299,11 @@ class SupervisedEngine:
             if self.state.phase == "ready" and self._silence_s() > limit * _STALL_SHARE:
                 logger.warning("no sign of life from the engine for %.0f s: not ready", limit * _STALL_SHARE)
                 self.state.phase = "stalled"
-            self._expire_deadlines()
+            self._open.expire(grace_s=0.0 if self._engine is None else _DEADLINE_GRACE_S)
 
     def _is_owed(self) -> bool:
         """Whether an engine that works would send something soon."""
-        return (
-            self._engine is None
-            or self._in_step
-            or bool(self._inspections)
-            or any(not r.finished for r in self._open.values())
-        )
+        return self._engine is None or self._in_step or bool(self._inspections) or self._open.num_unfinished > 0
 
     def _begin_owing(self) -> None:
         """Call it before asking an engine for something: the silence of an idle one does not count."""
@@ -357,14 +313,6 @@ class SupervisedEngine:
     def _silence_s(self) -> float:
         """Seconds without an event while the engine owes one."""
         return time.monotonic() - self._last_event_time if self._is_owed() else 0.0
-
-    def _expire_deadlines(self) -> None:
-        now = time.monotonic() - (_DEADLINE_GRACE_S if self._engine is not None else 0.0)
-        late = [r for r in self._open.values() if r.request.deadline is not None and r.request.deadline < now]
-        for open_request in late:
-            if self._engine is not None and not open_request.finished:
-                self._engine.send(AbortRequests([open_request.request.request_id]))
-            open_request.end(FinishReason.TIMEOUT)
 
     def _book_the_crash(self, how: str) -> None:
         """Counts it, and accuses the requests of the step in which it happened."""
@@ -389,7 +337,7 @@ class SupervisedEngine:
         message = self._failure_message()
         logger.critical("the engine can't be started: %s", message)
         self.state.phase = "failed"
-        self._fail_open(f"the engine can't be started: {message}")
+        self._open.end_all(FinishReason.ERROR, f"the engine can't be started: {message}")
         self._failed.set()
         if self._first_ready is not None and not self._first_ready.done():
             self._first_ready.set_exception(StartupError(message))

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 
 from server.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
@@ -14,6 +16,8 @@ from server.frontend.engine_client import SupervisedEngine
 from server.frontend.launcher import ProcessLauncher
 from server.protocol import GenerateRequest, OutputDelta, SamplingParams
 from tests.models.checkpoints import make_model
+from tests.tokenizer.vocabularies import spm_metadata
+from tests.weights.gguf_files import gguf_name, permute
 
 Started = Callable[..., contextlib.AbstractAsyncContextManager[SupervisedEngine]]
 
@@ -23,6 +27,41 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     make_model("llama").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole tiny model: weights, vocabulary, chat template."""
+    model = make_model("llama", vocab_size=288, num_hidden_layers=2)
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    config = model.config
+    for key, value in {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+    }.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    vocabulary = spm_metadata()
+    writer.add_tokenizer_model(vocabulary.pop("tokenizer.ggml.model"))
+    writer.add_token_list(vocabulary.pop("tokenizer.ggml.tokens"))
+    writer.add_token_scores(vocabulary.pop("tokenizer.ggml.scores"))
+    writer.add_token_types(vocabulary.pop("tokenizer.ggml.token_type"))
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for name, tensor in model.state_dict().items():
+        array = tensor.numpy()
+        if "q_proj" in name or "k_proj" in name:
+            array = permute(array, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
+        writer.add_tensor(gguf_name(name, gemma=False), np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 @pytest.fixture
