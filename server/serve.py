@@ -61,9 +61,9 @@ def run(config: ServerConfig) -> int:
     configure_logging(log_format=config.api.log_format, level=config.api.log_level)
     _raise_file_limit()
     files = locate(config.engine.model.model)
-    template = _chat_template(config, files)
+    files = _with_chat_template(config, files)
     with _listen(config) as sock, asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        return runner.run(_serve(config, files, template, sock))
+        return runner.run(_serve(config, files, sock))
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -82,14 +82,16 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _chat_template(config: ServerConfig, files: ModelFiles) -> ChatTemplate | None:
-    source = files.chat_template
-    if path := config.engine.model.chat_template:
-        try:
-            source = Path(path).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {path}: {error}") from None
-    return ChatTemplate(source) if source else None
+def _with_chat_template(config: ServerConfig, files: ModelFiles) -> ModelFiles:
+    """The operator's template, where there is one, in place of all of the model's."""
+    path = config.engine.model.chat_template
+    if not path:
+        return files
+    try:
+        source = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None
+    return dataclasses.replace(files, chat_template=source, chat_templates={})
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -106,7 +108,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     return sock
 
 
-async def _serve(config: ServerConfig, files: ModelFiles, template: ChatTemplate | None, sock: socket.socket) -> int:
+async def _serve(config: ServerConfig, files: ModelFiles, sock: socket.socket) -> int:
     # The engine gets what was located, not what was asked for: a hub id is resolved once.
     engine_config = dataclasses.replace(
         config.engine, model=dataclasses.replace(config.engine.model, model=str(files.path))
@@ -127,7 +129,7 @@ async def _serve(config: ServerConfig, files: ModelFiles, template: ChatTemplate
         app = create_app(
             client=client,
             tokenizer=tokenizer,
-            chat_template=template,
+            chat_template=ChatTemplate.of_model(files, tokenizer.special_tokens),
             model=ModelInfo(name=name, created=int(time.time())),
             config=config.api,
             metrics=metrics,
