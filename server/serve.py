@@ -91,7 +91,7 @@ def _with_chat_template(config: ServerConfig, files: ModelFiles) -> ModelFiles:
         source = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path}: {error}") from None
-    return dataclasses.replace(files, chat_template=source, chat_templates={})
+    return dataclasses.replace(files, chat_templates={"default": source})
 
 
 def _listen(config: ServerConfig) -> socket.socket:

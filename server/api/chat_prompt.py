@@ -30,7 +30,7 @@ async def read_chat_prompt(
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         kwargs = {**_thinking(body.reasoning_effort, template), **kwargs}
     messages = body.messages
-    if tools and format_of_template(template.source) is None:
+    if tools and format_of_template(template.tool_source) is None:
         messages, tools = with_tool_instructions(messages, tools), ()
 
     def render() -> ChatPrompt:

@@ -84,14 +84,14 @@ async def plan_reading(
     request: ToolRequest, body: ChatTemplateFields, prompt: RawPrompt, grammar: GrammarSpec | None, service: Service
 ) -> ReadingPlan:
     """grammar: of the response format. Raises InvalidRequest for parameters that are no usable schema."""
-    source = chat_template_of(body, service).source
-    format_ = _format(source, service.model.tool_format)
+    template = chat_template_of(body, service)
+    format_ = _format(template.tool_source, service.model.tool_format)
     if request.must_call:
         functions = [t["function"] for t in request.tools if request.only in (None, t["function"]["name"])]
         tools = [{**function, "parameters": closed(function["parameters"])} for function in functions]
         grammar = tool_grammar(format_, tools, service.tokenizer, parallel=request.asked_parallel)
         await check(grammar, service.grammars, param="tools")
-    thinks = "<think>" in source and grammar is None  # a grammar leaves no room for it
+    thinks = "<think>" in template.source and grammar is None  # a grammar leaves no room for it
     if not request.tools and not thinks:
         return ReadingPlan(grammar, None)
     inside = begins_in_reasoning(prompt.text or "")

@@ -36,7 +36,7 @@ class ChatTemplate:
         limits: TemplateLimits | None = None,
     ) -> None:
         self.source = source
-        self._tool_source = tool_source or source
+        self.tool_source = tool_source or source
         self._special_tokens = dict(special_tokens or {})
         self._isolated = isolated
         self._limits = limits or TemplateLimits()
@@ -74,7 +74,7 @@ class ChatTemplate:
             )
         if reserved := _RESERVED & kwargs.keys():
             raise InvalidRequest(f"can't set {', '.join(sorted(reserved))}", param="chat_template_kwargs")
-        source = self._tool_source if tools else self.source
+        source = self.tool_source if tools else self.source
         plain = plain_messages(messages, keep_developer="developer" in source)
         mark = f"end{secrets.token_hex(8)}"
         if continue_final_message:
