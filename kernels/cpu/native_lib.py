@@ -49,7 +49,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "pt_norm": (None, [*[_PTR] * 4, _LONG, _LONG, _FLOAT, *[_INT] * 3]),
     "pt_gated": (None, [_PTR, _PTR, _LONG, _LONG, *[_INT] * 3]),
     "pt_rope": (None, [_STEP, *[_PTR] * 7, _FLOAT, *[_INT] * 7]),
-    "pt_quant_supported": (_INT, []),
+    "pt_quant_supported": (_INT, [_INT]),
     "pt_quant_bytes": (_LONG, [_INT, _LONG, _LONG]),
     "pt_quant_pack": (None, [_INT, _PTR, _PTR, _LONG, _LONG, _INT]),
     "pt_quant_linear": (_INT, [_LINEAR, _PTR, _PTR, _LONG, _INT]),

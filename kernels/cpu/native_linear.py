@@ -20,16 +20,16 @@ GROUP: Final = 32
 
 
 def keeps(weight: Weight) -> TypeGuard[QuantizedWeight]:
-    """Whether the compiled kernels multiply by this weight without dequantising it."""
+    """Whether the compiled kernels know this weight's format."""
     return isinstance(weight, QuantizedWeight) and weight.kind in KINDS and weight.in_features % GROUP == 0
 
 
 class PackedLinear:
     """[T, in] -> [T, out]. Stacked matrices may be of different kinds: each kind in a row is one part, one call.
 
-    Dense parts multiply in the activations' dtype and sum in float32. Quantised parts take the activations as 15-bit
-    integers, scaled per row and group of 32, and sum in int32 within a group, in float32 across groups: an error below
-    1e-4 of the output's norm, where rounding the weights to bfloat16 costs 3e-3.
+    All sums are float32. Dense parts multiply in the activations' dtype. Quantised parts need bfloat16 activations:
+    4-bit codes multiply them exactly, 8-bit ones take them as 15-bit integers, scaled per group of 32, with an error
+    below 1e-4 of the output's norm. Rounding the weights to bfloat16 would cost 2e-3.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 
 from kernels.cpu import CpuOps
 from kernels.cpu.native_lib import DTYPES, Step, load, step_of
-from kernels.cpu.native_linear import PackedLinear, QuantizedEmbedding, keeps
+from kernels.cpu.native_linear import KINDS, PackedLinear, QuantizedEmbedding, keeps
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, Weight
@@ -37,7 +37,7 @@ class NativeOps(CpuOps):
     def __init__(self) -> None:
         super().__init__()
         self.lib: Final = load()
-        self.keeps_quantized: Final = bool(self.lib.pt_quant_supported())
+        self.kinds: Final = frozenset(name for name, kind in KINDS.items() if self.lib.pt_quant_supported(kind))
         self._step: tuple[AttentionMetadata, Step] | None = None  # every layer of a step passes the same metadata
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
@@ -66,8 +66,7 @@ class NativeOps(CpuOps):
         """In bfloat16, quantised weights stay so; in float32 they are dequantised: that path is exact."""
         if dtype not in DTYPES or out_dtype not in (None, *DTYPES) or _in_features(weights[0]) % 2:
             return super().pack_linear(weights, bias, dtype=dtype, out_dtype=out_dtype)
-        if dtype is torch.float32 or not self.keeps_quantized:
-            weights = [weight if isinstance(weight, torch.Tensor) else weight.dequantize() for weight in weights]
+        weights = [weight if self._multiplies(weight, dtype) else _dense(weight) for weight in weights]
         return PackedLinear(self.lib, weights, bias, dtype=dtype, out_dtype=out_dtype or dtype)
 
     def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
@@ -203,6 +202,9 @@ class NativeOps(CpuOps):
             raise MemoryError(f"no memory for the attention of {rows} tokens over {meta.max_seq_len} keys")
         return out.view(rows, heads * dim).to(q.dtype)
 
+    def _multiplies(self, weight: Weight, dtype: torch.dtype) -> bool:
+        return keeps(weight) and weight.kind in self.kinds and dtype is torch.bfloat16
+
     def _step_of(self, meta: AttentionMetadata) -> Step:
         if self._step is None or self._step[0] is not meta:
             self._step = (meta, step_of(meta, torch.get_num_threads()))
@@ -211,3 +213,7 @@ class NativeOps(CpuOps):
 
 def _in_features(weight: Weight) -> int:
     return weight.shape[1] if isinstance(weight, torch.Tensor) else weight.in_features
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()

@@ -406,8 +406,9 @@ extern "C" {
 int pt_attention(const Step *step, const void *q, void *out, const void *key, const void *value, int num_heads,
                  int num_kv_heads, int dim, int block_size, int window, float scale, float soft_cap, int dtype) {
     int lanes = lane_group(block_size);
-    Task task = {step, (const uint32_t *)key, (const uint32_t *)value, q, out, num_heads, num_kv_heads, num_heads / num_kv_heads,
-                 dim, block_size, lanes, CHUNK / lanes * lanes, window, scale, soft_cap};
+    int group = num_heads / num_kv_heads, chunk = CHUNK / lanes * lanes;
+    Task task = {step, (const uint32_t *)key, (const uint32_t *)value, q, out, num_heads, num_kv_heads, group, dim, block_size,
+                 lanes, chunk, window, scale, soft_cap};
     return dtype == F32 ? run<false, float>(task) : run<true, bf16>(task);
 }
 }

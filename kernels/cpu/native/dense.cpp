@@ -1,6 +1,7 @@
 // Linear layers on dense weights, float32 or bf16 (products of bf16 are exact, sums are float32: vdpbf16ps).
 //
-// Weights are repacked once into tiles of 16 outputs, in 4-byte units (a float, or a pair of bf16 along k): [unit of k][output].
+// Weights are repacked once into tiles of 16 outputs, in 4-byte units (a float, or a pair of bf16 along k):
+// [unit of k][output].
 // Outputs fill the lanes and k runs in order, so a row's bits don't depend on the batch or on the number of threads.
 #include "linear.h"
 

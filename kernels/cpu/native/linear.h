@@ -9,7 +9,7 @@ struct Linear {  // mirrored by kernels/cpu/native_lib.py
     const void *weights;
     const float *bias;  // [out_features] or null
     int64_t out_features, in_features, out_stride;
-    int32_t kind, dtype, out_dtype;
+    int32_t kind, dtype, out_dtype;  // kind: of quantised weights; dtype: of dense weights and their input
 };
 
 // 16 outputs of one row: adds the bias, rounds, stores those that exist. out: [rows, ...] of out_dtype, rows out_stride apart.
