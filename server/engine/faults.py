@@ -1,8 +1,8 @@
 """Fault injection: a runner that fails on purpose. Tests ask for it through EngineConfig.faults; no flag does.
 
 faults: comma-separated. "exit-on-token:ID" ends the process in any step of a request whose tokens hold ID;
-"raise-on-token:ID" raises there instead; "raise-in:launch" and "raise-in:collect" raise in every such call after the
-first 20; "hang-on-token:ID" sleeps for an hour.
+"raise-on-token:ID" raises there instead; "hang-on-token:ID" sleeps for an hour; "raise-in:launch" and
+"raise-in:collect" raise in every hundredth call, "no-memory-in:..." raises there what a failed allocation does.
 """
 
 import os
@@ -14,6 +14,7 @@ from server.scheduler.batch import SampledTokens, ScheduledBatch
 
 _CALLS_BEFORE_RAISING = 100
 _EXIT_STATUS = 70
+_KINDS = ("exit-on-token", "raise-on-token", "hang-on-token", "raise-in", "no-memory-in")
 
 
 class InjectedFault(Exception):
@@ -27,7 +28,7 @@ class FaultyRunner:
         self._runner = runner
         self._faults = [_parse(fault) for fault in faults.split(",")]
         self._bad_tokens: dict[int, str] = {int(arg): kind for kind, arg in self._faults if kind.endswith("-on-token")}
-        self._stages = {arg for kind, arg in self._faults if kind == "raise-in"}
+        self._stages = {arg: kind for kind, arg in self._faults if kind.endswith("-in")}
         self._bad_rows: dict[int, str] = {}
         self._num_calls = 0
 
@@ -60,11 +61,11 @@ class FaultyRunner:
         self._num_calls += 1
         if stage in self._stages and self._num_calls > _CALLS_BEFORE_RAISING:
             self._num_calls = 0
-            raise InjectedFault(f"raise-in:{stage}")
+            raise MemoryError if self._stages[stage] == "no-memory-in" else InjectedFault(f"raise-in:{stage}")
 
 
 def _parse(fault: str) -> tuple[str, str]:
     kind, colon, argument = fault.partition(":")
-    if kind not in ("exit-on-token", "raise-on-token", "hang-on-token", "raise-in") or not colon:
+    if kind not in _KINDS or not colon:
         raise ConfigError(f"faults: {fault!r} is unknown")
     return kind, argument

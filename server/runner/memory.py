@@ -81,7 +81,7 @@ def plan(
     Raises ConfigError for a max_model_len beyond the checkpoint's, OutOfMemoryAtStart with a value that fits.
     """
     if max_model_len is not None and max_model_len > spec.max_position:
-        raise ConfigError(f"max_model_len {max_model_len} is more than the model's {spec.max_position} positions")
+        raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_position} positions")
     longest = max_model_len or spec.max_position
     block_bytes, block_size = kv_spec.bytes_per_block, kv_spec.block_size
     room = max(memory.available - activations, 0)
@@ -104,8 +104,8 @@ def plan(
     holds = wanted * block_size
     if max_model_len is not None and max_model_len > holds:
         raise OutOfMemoryAtStart(
-            f"max_model_len {max_model_len} does not fit into the KV cache, which holds {holds} tokens. "
-            f"{describe(ledger(wanted))}. Set max_model_len to at most {holds}, or kv_cache_memory to at least "
+            f"--max-model-len {max_model_len} does not fit into the KV cache, which holds {holds} tokens. "
+            f"{describe(ledger(wanted))}. Set --max-model-len to at most {holds}, or --kv-cache-memory to at least "
             f"{(-(-max_model_len // block_size) + 1) * block_bytes}"
         )
     return MemoryPlan(wanted, min(longest, holds), ledger(wanted))
@@ -116,13 +116,13 @@ def _check_blocks(wanted: int, fitting: int, block_bytes: int, ledger: Callable[
     if fitting < 1:
         raise OutOfMemoryAtStart(
             f"no memory is left for a KV cache, whose least is {2 * block_bytes} bytes. {describe(ledger(1))}. "
-            "Serve a smaller model, or lower max_num_seqs and max_num_batched_tokens"
+            "Serve a smaller model, or lower --max-num-seqs and --max-num-batched-tokens"
         )
     if not 1 <= wanted <= fitting:
         problem = "is too small for a single block" if wanted < 1 else "does not fit"
         raise OutOfMemoryAtStart(
             f"a KV cache of {(wanted + 1) * block_bytes} bytes {problem}. {describe(ledger(max(wanted, 1)))}. Set "
-            f"kv_cache_memory between {2 * block_bytes} and {(fitting + 1) * block_bytes} (num_blocks: 1 to {fitting})"
+            f"--kv-cache-memory between {2 * block_bytes} and {(fitting + 1) * block_bytes} (--num-blocks: 1 to {fitting})"
         )
 
 

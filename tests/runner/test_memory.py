@@ -84,7 +84,7 @@ def test_ledger_adds_up() -> None:
 @pytest.mark.parametrize(
     ("available", "settings", "remedies"),
     [
-        (101 * BLOCK, {"num_blocks": 101}, ["num_blocks: 1 to 100"]),
+        (101 * BLOCK, {"num_blocks": 101}, ["--num-blocks between 1 and 100"]),
         (101 * BLOCK, {"kv_cache_memory": 200 * BLOCK}, [f"and {101 * BLOCK}"]),
         (101 * BLOCK, {"kv_cache_memory": BLOCK}, ["too small", f"between {2 * BLOCK}"]),
         (101 * BLOCK, {"num_blocks": 10, "max_model_len": 161}, ["at most 160", f"at least {12 * BLOCK}"]),

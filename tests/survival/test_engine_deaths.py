@@ -95,12 +95,12 @@ def test_a_poisoned_request_fails_alone(started: Started, kind: str) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("stage", ["launch", "collect"])
-def test_an_exception_in_a_stage_of_the_step_loses_nobody(started: Started, stage: str) -> None:
+@pytest.mark.parametrize("fault", ["raise-in:launch", "raise-in:collect", "no-memory-in:launch"])
+def test_an_exception_in_a_stage_of_the_step_loses_nobody(started: Started, fault: str) -> None:
     """Regression: a step that raises leaves its requests waiting, or its blocks taken."""
 
     async def main() -> None:
-        async with started() as calm, started(faults=f"raise-in:{stage}") as shaky:
+        async with started() as calm, started(faults=fault) as shaky:
             quiet = [tokens(a) for a in await asyncio.gather(*(collect(calm, request(i)) for i in range(8)))]
             shaken = [tokens(a) for a in await asyncio.gather(*(collect(shaky, request(i)) for i in range(8)))]
             assert shaken == quiet
