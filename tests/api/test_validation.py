@@ -21,7 +21,7 @@ def body_for(path: str, **fields: Any) -> dict[str, Any]:
 
 def check_error(response: Any, status: int = 400, param: str | None = None) -> None:
     assert response.status_code == status, response.text
-    assert set(response.json()) == {"error"}
+    assert set(response.json()) - {"type"} == {"error"}
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
@@ -29,7 +29,6 @@ def check_error(response: Any, status: int = 400, param: str | None = None) -> N
         assert error["param"] == param
 
 
-@pytest.mark.parametrize("path", BOTH)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -86,11 +85,11 @@ def check_error(response: Any, status: int = 400, param: str | None = None) -> N
         ({"length_penalty": 2.0}, "length_penalty"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
-async def test_fields(server: Server, path: str, fields: dict[str, Any], param: str | None, stream: bool) -> None:
+async def test_fields(server: Server, fields: dict[str, Any], param: str | None) -> None:
     """Guards every field's type and range: a wrong request opens no stream and never reaches the engine."""
-    response = await server.post(path, body_for(path, **{"stream": stream, **fields}))
-    check_error(response, param=param)
+    for path in BOTH:
+        for stream in (False, True):
+            check_error(await server.post(path, body_for(path, **{"stream": stream, **fields})), param=param)
     assert server.engine.requests == []
 
 
@@ -128,15 +127,15 @@ async def test_prompts(server: Server, prompt: Any) -> None:
     check_error(await server.post("/v1/completions", {"prompt": prompt}), param="prompt")
 
 
-@pytest.mark.parametrize("path", [*BOTH, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize(
     "body",
     [b'{"a":', b"", b"{bad}", b"[]", b"null", b"123", b'"str"', b"true", b"\xff\xfe", b"[" * 50000, b'{"a":' * 20000,
      b'{"prompt": NaN}', b'{"prompt":"\xff"}', b'{"prompt":"\\ud800"}', b'{"tokens": ' + b"9" * 5000 + b"}", b"{}"],
 )  # fmt: skip
-async def test_bodies(server: Server, path: str, body: bytes) -> None:
+async def test_bodies(server: Server, body: bytes) -> None:
     """Guards against a 500 from what is no JSON object, or one nested too deep."""
-    check_error(await server.post(path, body))
+    for path in (*BOTH, "/tokenize", "/detokenize", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
+        check_error(await server.post(path, body))
 
 
 async def test_lone_surrogates(server: Server) -> None:
