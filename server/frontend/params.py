@@ -188,7 +188,8 @@ def _or(value: _T | None, default: _T) -> _T:
 
 
 def _in_range(name: str, value: _N, low: float, high: float | None) -> _N:
-    if not math.isfinite(value) or value < low or (high is not None and value > high):
+    strange = isinstance(value, float) and not math.isfinite(value)  # an int may be too large for isfinite
+    if strange or value < low or (high is not None and value > high):
         span = f"{low} or more" if high is None else f"between {low} and {high}"
         raise InvalidRequest(f"{name} must be {span}, not {value}", param=name)
     return value

@@ -152,6 +152,21 @@ async def test_edges_that_are_fine(server: Server, fields: dict[str, Any]) -> No
     assert sampling.top_k == 0
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["n", "best_of", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "top_k", "priority",
+     "truncate_prompt_tokens", "temperature", "timeout", "presence_penalty"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+async def test_numbers_beyond_a_float(server: Server, name: str, value: int) -> None:
+    """Guards against OverflowError: an integer of JSON has no bound, and not every function takes such a one."""
+    response = await server.post("/v1/completions", {"prompt": "Hi", name: value})
+    if name == "top_k" and value > 0:
+        assert response.status_code == 200  # more than the vocabulary: off
+    else:
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 @pytest.mark.parametrize("seed", [0, -1, 2**31, 2**63 - 1, 2**64, -(2**70)])
 async def test_any_seed(server: Server, seed: int) -> None:
     """Guards seeds beyond 64 bits, which would break the engine's message."""
