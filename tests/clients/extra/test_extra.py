@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.promises import broken_calls, broken_schemas
+from tests.clients.snippets import snippet
 from tests.e2e.conftest import DEFAULT_MODEL, Server, serving
 
 ROOT = Path(__file__).parents[3]
@@ -40,6 +41,17 @@ def test_python_program(server: Server, program: str) -> None:
 def test_node_program(server: Server) -> None:
     """The official Node client stops working with this server: its streams and helpers are other code than Python's."""
     run("node", PROGRAMS / "node_client.cjs", server.url, DEFAULT_MODEL)
+
+
+@pytest.mark.parametrize("heading", ["LangChain", "LiteLLM"])
+def test_snippet_of_the_docs(server: Server, heading: str) -> None:
+    """A visitor copies a snippet from docs/clients.md and gets an error."""
+    run(CLIENTS / "bin" / "python", "-c", snippet(heading, url=server.url))
+
+
+def test_node_snippet_of_the_docs(server: Server) -> None:
+    """The same, of the Node client's."""
+    run("node", "-e", snippet("openai, Node", url=server.url))
 
 
 @pytest.fixture
