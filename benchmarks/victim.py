@@ -57,6 +57,10 @@ class Victim:
         engine = self.engine()
         return psutil.Process(self.process.pid).memory_info().rss, engine.memory_info().rss if engine else 0
 
+    def num_files(self) -> int:
+        """Open files and connections of the API process."""
+        return psutil.Process(self.process.pid).num_fds()
+
     async def get(self, path: str) -> tuple[int, bytes]:
         answer = await call(self.port, "GET", path)
         return answer.status, answer.body
