@@ -122,7 +122,8 @@ def _check_blocks(wanted: int, fitting: int, block_bytes: int, ledger: Callable[
         problem = "is too small for a single block" if wanted < 1 else "does not fit"
         raise OutOfMemoryAtStart(
             f"a KV cache of {(wanted + 1) * block_bytes} bytes {problem}. {describe(ledger(max(wanted, 1)))}. Set "
-            f"--kv-cache-memory between {2 * block_bytes} and {(fitting + 1) * block_bytes} (--num-blocks: 1 to {fitting})"
+            f"--kv-cache-memory between {2 * block_bytes} and {(fitting + 1) * block_bytes}, or --num-blocks between 1 "
+            f"and {fitting}"
         )
 
 
