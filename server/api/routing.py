@@ -10,7 +10,6 @@ from starlette.responses import Response
 from server.api.errors import JSON_MEDIA_TYPE
 from server.api.schemas import Body
 from server.api.service import Service
-from server.api.transport import read_body
 from server.errors import InvalidRequest
 
 Handler = Callable[[Request, bytes], Awaitable[Response]]
@@ -23,7 +22,7 @@ def add_post(router: APIRouter, path: str, handler: Handler, *, service: Service
     async def endpoint(request: Request) -> Response:
         request.state.arrival_time = time.monotonic()
         _check_content_type(request)
-        return await handler(request, await read_body(request, service.limits.max_body_bytes))
+        return await handler(request, await service.bodies.read(request))
 
     router.add_api_route(
         path,

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from server.api.schemas import GenerationBody
+from server.api.transport import BodyReader
 from server.config import ApiConfig
 from server.errors import EngineRestarting, InvalidRequest, ModelNotFound, PromptTooLong
 from server.frontend.client import EngineClient
@@ -30,6 +31,8 @@ from server.tokenizer import ChatTemplate, Tokenizer
 
 ENCODE_IN_THREAD_CHARS = 4096
 """Longer texts are encoded off the event loop: a step's tokens must not wait for them."""
+_LARGE_BODIES = 8
+"""How many bodies of the largest size may be arriving at once."""
 _MAX_SALT_CHARS = 256
 _PRIORITY_LIMIT = 1 << 31
 
@@ -78,6 +81,9 @@ class Service:
         self.config = config
         self.limits = config.limits
         self.metrics = metrics
+        self.bodies = BodyReader(
+            max_bytes=config.limits.max_body_bytes, max_total_bytes=config.limits.max_body_bytes * _LARGE_BODIES
+        )
         self.grammars = GrammarCompiler(tokenizer, max_source_bytes=config.limits.max_grammar_bytes)
 
     def check_model(self, name: str | None) -> None:

@@ -10,29 +10,51 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.errors import ClientGone
-from server.errors import BodyTooLarge
+from server.errors import BodyTooLarge, Overloaded
 
+FREE_BYTES = 64 << 10
 _T = TypeVar("_T")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises BodyTooLarge as soon as that is known, ClientGone where the client hangs up before the end."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+class BodyReader:
+    """Reads bodies within their limit, and all that are being read together within theirs. Written by: itself.
+
+    max_bytes: of one body. max_total_bytes: of all, what each has above FREE_BYTES; so small ones get through always.
+    """
+
+    def __init__(self, *, max_bytes: int, max_total_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes_left = max_total_bytes
+
+    async def read(self, request: Request) -> bytes:
+        """Raises BodyTooLarge and Overloaded as soon as that is known, ClientGone where the client hangs up."""
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
+            raise self._too_large()
+        chunks: list[bytes] = []
+        size = taken = 0
+        try:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk = message.get("body", b"")
+                size += len(chunk)
+                if size > self._max_bytes:
+                    raise self._too_large()
+                more = max(size - FREE_BYTES, 0) - taken
+                if more > self._bytes_left:
+                    raise Overloaded("Too many large requests are arriving at once; try again later", retry_after=2.0)
+                taken += more
+                self._bytes_left -= more
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+        finally:
+            self._bytes_left += taken
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"The request body is larger than {self._max_bytes} bytes")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -87,7 +109,3 @@ class EventStream(Response):
             except Exception as error:
                 await send({"type": "http.response.body", "body": self._error_frame(error), "more_body": True})
         await send({"type": "http.response.body", "body": self._closing, "more_body": False})
-
-
-def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The request body is larger than {max_bytes} bytes")
