@@ -43,7 +43,7 @@ class Mode:
 MODES = (
     Mode("float32", "cpu", torch.float32, False),
     Mode("bfloat16, weights dequantized", "cpu", torch.bfloat16, False),
-    Mode("bfloat16, weights as in the file, int8 activations (default)", "cpu", torch.bfloat16, True),
+    Mode("bfloat16, weights as in the file (default)", "cpu", torch.bfloat16, True),
 )
 
 
