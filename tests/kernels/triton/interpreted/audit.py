@@ -62,7 +62,7 @@ def audited() -> Iterator[list[Traffic]]:
         return load(self, pointers, mask, *args)
 
     def watched_store(self: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
-        program = tuple(int(i) for i in self.grid_idx)
+        program = tuple(np.asarray(i).item() for i in self.grid_idx)
         for name, offsets in attribute(pointers, mask, launches[-1].writes):
             for offset in offsets.tolist():
                 other = writers[name].setdefault(offset, program)
