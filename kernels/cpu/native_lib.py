@@ -3,6 +3,7 @@
 import ctypes
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -64,7 +65,12 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 @cache
 def load() -> ctypes.CDLL:
     """The library, built if need be; once a process. Raises kernels.cpu.build.NativeBuildError or OSError."""
-    lib = ctypes.CDLL(str(build.library()))
+    return bind(build.library())
+
+
+def bind(path: Path) -> ctypes.CDLL:
+    """The library at path with its signatures declared. Raises OSError."""
+    lib = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype = result

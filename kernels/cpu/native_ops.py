@@ -4,6 +4,7 @@ They serve float32 and bfloat16, head dims that are multiples of 16 up to 512, a
 the same bits whatever else is in the batch, however its prompt was chunked, and with any number of threads.
 """
 
+import ctypes
 from typing import Final
 
 import torch
@@ -30,13 +31,14 @@ class NativeLayerKV(LayerKV):
 
 
 class NativeOps(CpuOps):
-    """kernels.ops.Ops over the compiled library. Raises OSError where there is none (no compiler, unwritable cache)."""
+    """kernels.ops.Ops over the compiled library."""
 
     name = "native"
 
-    def __init__(self) -> None:
+    def __init__(self, lib: ctypes.CDLL | None = None) -> None:
+        """lib: None for this machine's. Raises OSError where there is none (no compiler, no cache to write to)."""
         super().__init__()
-        self.lib: Final = load()
+        self.lib: Final = load() if lib is None else lib
         self.kinds: Final = frozenset(name for name, kind in KINDS.items() if self.lib.pt_quant_supported(kind))
         self._step: tuple[AttentionMetadata, Step] | None = None  # every layer of a step passes the same metadata
 

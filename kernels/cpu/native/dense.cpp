@@ -8,7 +8,11 @@
 namespace {
 
 constexpr int MAX_ROWS = 6;
+#if defined(__AVX512F__)
 constexpr int MAX_TILES = 4;
+#else
+constexpr int MAX_TILES = 1;  // a tile's vector is several registers here
+#endif
 
 template <bool BF16>
 INLINE vf mac(vf acc, vu a, vu b) {
