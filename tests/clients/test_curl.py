@@ -28,15 +28,17 @@ def test_a_stream_shows_as_events(server):
     assert all("choices" in json.loads(block.removeprefix("data: ")) for block in blocks[:-1])
 
 
-def test_a_body_without_a_content_type_is_read_all_the_same(server):
-    """`curl -d` calls JSON a form; the first thing anybody tries then fails."""
-    answer = curl(f"{server.url}/v1/completions", "-d", '{"prompt": "Hi", "max_tokens": 2}')
-    assert json.loads(answer)["usage"]["completion_tokens"] <= 2
+def test_a_form_is_refused_by_name(server):
+    """`curl -d` alone calls the body a form: whoever forgets the header must read which one."""
+    answer = curl("-w", "\n%{http_code}", f"{server.url}/v1/completions", "-d", '{"prompt": "Hi", "max_tokens": 2}')
+    body, _, status = answer.rpartition("\n")
+    assert status == "400"
+    assert "application/json" in json.loads(body)["error"]["message"]
 
 
 def test_a_refusal_has_a_status_and_says_why(server):
     """An error that curl's user sees as success, or as a page of HTML."""
-    answer = curl("-w", "\n%{http_code}", f"{server.url}/v1/completions", "-d", '{"prompt": 1.5}')
+    answer = curl("-w", "\n%{http_code}", f"{server.url}/v1/completions", "--json", '{"prompt": 1.5}')
     body, _, status = answer.rpartition("\n")
     assert status == "400"
     assert json.loads(body)["error"]["param"] == "prompt"

@@ -19,3 +19,4 @@ def test_a_snippet_runs_as_it_stands(server, heading):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+    assert '"error"' not in done.stdout, done.stdout  # curl ends well where the server refused

@@ -8,7 +8,7 @@ import pytest
 from tests.fuzz.client import aftermath, barrage, complaint_about, kv_usage
 from tests.fuzz.shots import POSTS, Shot, shot, shots
 
-NUM_SCRIPTED, NUM_REAL = 600, 150
+NUM_SCRIPTED, NUM_REAL = 600, 100
 
 
 @pytest.mark.anyio
