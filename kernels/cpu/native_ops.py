@@ -7,6 +7,7 @@ the same bits whatever else is in the batch, however its prompt was chunked, and
 import ctypes
 from typing import Final
 
+import numpy as np
 import torch
 
 from kernels.cpu import CpuOps
@@ -43,7 +44,10 @@ class NativeOps(CpuOps):
         self._step: tuple[AttentionMetadata, Step] | None = None  # every layer of a step passes the same metadata
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
-        """See NativeLayerKV for the layout; CpuOps' own where the compiled kernels can't serve the shape."""
+        """See NativeLayerKV for the layout; CpuOps' own where the compiled kernels can't serve the shape.
+
+        Memory is reserved now and becomes resident as blocks are written.
+        """
         if spec.dtype not in DTYPES or spec.block_size % 2 or spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM:
             return super().allocate_kv_cache(spec, num_blocks=num_blocks, device=device)
         heads, dim, block = spec.num_kv_heads, spec.head_dim, spec.block_size
@@ -52,7 +56,7 @@ class NativeOps(CpuOps):
         if spec.dtype == torch.bfloat16:
             key_shape, value_shape = (num_blocks, heads, dim // 2, block, 2), (num_blocks, heads, block // 2, dim, 2)
         layers = [
-            NativeLayerKV(torch.zeros(key_shape, dtype=spec.dtype), torch.zeros(value_shape, dtype=spec.dtype))
+            NativeLayerKV(_untouched_zeros(key_shape, spec.dtype), _untouched_zeros(value_shape, spec.dtype))
             for _ in range(spec.num_layers)
         ]
         return KVCache(spec, num_blocks, tuple(layers))
@@ -211,6 +215,12 @@ class NativeOps(CpuOps):
         if self._step is None or self._step[0] is not meta:
             self._step = (meta, step_of(meta, torch.get_num_threads()))
         return self._step[1]
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose pages the system hands out when they are first written (torch.zeros writes them all at once)."""
+    stored = np.float32 if dtype is torch.float32 else np.uint16
+    return torch.from_numpy(np.zeros(shape, stored)).view(dtype)
 
 
 def _in_features(weight: Weight) -> int:

@@ -130,6 +130,7 @@ INLINE void value_rows(const uint32_t *weights, const uint32_t *const *value, in
 INLINE vf visible_score(const Task &task, const float *scores, int position, int lo, int hi) {
     vf s = load<vf>(scores) * task.scale;
     if (task.soft_cap > 0) s = task.soft_cap * tanh_v(s / task.soft_cap);
+    if (position >= lo && position + LANES <= hi) return s;
     vi p = iota() + position;
     return (p >= lo) & (p < hi) ? s : splat(NEG_INF);
 }
@@ -148,7 +149,8 @@ INLINE void soften(const Task &task, Partial &part, int r, float *scores, int po
     float max = reduce_max(top), base = max == NEG_INF ? 0.0f : max;
     vf total = {};
     for (int i = 0; i < n; i += LANES) {
-        vf p = exp_v(load<vf>(scores + i) - base);
+        vf p = load<vf>(scores + i) - base;
+        p = BF16_KV ? exp_short(p) : exp_v(p);
         total += p;
         if (BF16_KV)
             store_floats((bf16 *)weights + i, p);

@@ -136,6 +136,19 @@ INLINE vf exp_v(vf x) {
     vi scale = (bits<vi>(shifted) << 23) + 0x3f800000;
     return x < -87.0f ? splat(0.0f) : p * bits<vf>(scale);
 }
+// e^x to about 1e-5, for weights that are rounded to bf16 next. Same ends as exp_v: 0 below -87, exactly 1 at 0.
+INLINE vf exp_short(vf x) {
+    vf y = vmin(vmax(x, splat(-87.0f)), splat(88.0f)) * 1.44269504f;
+    vf shifted = y + 12582912.0f;
+    vf r = y - (shifted - 12582912.0f);
+    vf p = r * 1.3333558e-3f + 9.6181291e-3f;
+    p = p * r + 5.5504109e-2f;
+    p = p * r + 2.4022651e-1f;
+    p = p * r + 6.9314718e-1f;
+    p = p * r + 1.0f;
+    vi scale = (bits<vi>(shifted) << 23) + 0x3f800000;
+    return x < -87.0f ? splat(0.0f) : p * bits<vf>(scale);
+}
 INLINE float exp_s(float x) { return exp_v(splat(x))[0]; }
 
 INLINE vf tanh_v(vf x) {

@@ -1,7 +1,6 @@
 """The same sources for a processor without AVX-512: plain vector code, quantised weights dequantised."""
 
 import platform
-from pathlib import Path
 
 import pytest
 import torch
