@@ -37,9 +37,12 @@ class GrammarGate:
         """Gives up waiting for these; ids that are not held are ignored."""
         return [self._held.pop(request_id) for request_id in request_ids if request_id in self._held]
 
-    def start(self, grammar: GrammarSpec) -> GrammarState:
-        """The state at the start of an output. Raises what compiling raised. Waits where hold() was not asked."""
-        return self._begin().result().start(grammar)
+    def start(self, grammar: GrammarSpec, max_tokens: int) -> GrammarState:
+        """The state at the start of an output of so many tokens at most.
+
+        Raises what compiling raised. Waits where hold() was not asked.
+        """
+        return self._begin().result().start(grammar, max_tokens=max_tokens)
 
     def _is_ready(self, grammar: GrammarSpec) -> bool:
         compiler = self._begin()

@@ -62,9 +62,10 @@ class ModelRunner:
         page_table: npt.NDArray[np.int32],
         max_num_seqs: int,
         device: torch.device,
-        start_grammar: Callable[[GrammarSpec], Grammar] | None = None,
+        start_grammar: Callable[[GrammarSpec, int], Grammar] | None = None,
     ) -> None:
-        """page_table: int32[max_num_seqs, W], the scheduler's, read only. start_grammar: at a request's begin."""
+        """page_table: int32[max_num_seqs, W], the scheduler's, read only. start_grammar: at a request's begin,
+        with its grammar and its max_tokens."""
         self._model = model
         self._cache = kv_cache
         self._page_table = page_table
@@ -183,7 +184,7 @@ class ModelRunner:
             if params.grammar is not None:
                 if self._start_grammar is None:
                     raise ValueError("structured outputs are not available")
-                grammar = self._start_grammar(params.grammar)
+                grammar = self._start_grammar(params.grammar, params.max_tokens)
             row.sampling = SamplingRow(
                 params,
                 admitted.prompt_token_ids,

@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from server.errors import InvalidRequest, UnsupportedFeature
 from server.protocol import GrammarSpec
+from server.structured.ending import Budget, EndingTokens
 from server.structured.grammar_text import grammar_text
 from server.structured.state import GrammarState
 from server.tokenizer import Tokenizer
@@ -54,6 +55,8 @@ class GrammarCompiler:
         self._lock = Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._vocabulary: LLTokenizer | None = None
+        self._ending_tokens: EndingTokens | None = None
+        """Made with the vocabulary, so before any grammar is ready."""
 
     def prepare(self, spec: GrammarSpec) -> Future[LLMatcher]:
         """Begins to compile, if that was not done before. The future fails with InvalidRequest for a bad grammar."""
@@ -76,13 +79,19 @@ class GrammarCompiler:
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param) from error
 
-    def start(self, spec: GrammarSpec, output_ids: Sequence[int] = ()) -> GrammarState:
+    def start(
+        self, spec: GrammarSpec, output_ids: Sequence[int] = (), *, max_tokens: int | None = None
+    ) -> GrammarState:
         """The state behind output_ids (a resumed request's output so far). Blocks until the grammar is compiled.
 
-        Raises InvalidRequest for a bad grammar, RuntimeError where output_ids do not follow it.
+        max_tokens: of the whole output, which then comes to its end before they run out, where the grammar can end so
+        soon. Raises InvalidRequest for a bad grammar, RuntimeError where output_ids do not follow it.
         """
         matcher = self.prepare(spec).result().deep_copy()
-        state = GrammarState(matcher, end_token_ids=self._end_token_ids)
+        budget = None
+        if max_tokens is not None and self._ending_tokens is not None:
+            budget = Budget(spec, self._ending_tokens, matcher, max_tokens=max_tokens)
+        state = GrammarState(matcher, end_token_ids=self._end_token_ids, budget=budget)
         state.advance(output_ids)
         return state
 
@@ -103,6 +112,8 @@ class GrammarCompiler:
             raise InvalidRequest(f"the {spec.kind} has {num_bytes} bytes; the most is {self._max_source_bytes}")
         if self._vocabulary is None:
             self._vocabulary = self._build_vocabulary()
+            token_bytes = [self._tokenizer.token_bytes(id_) for id_ in range(self._vocab_size)]
+            self._ending_tokens = EndingTokens(token_bytes, self._end_token_ids, vocab_size=self._vocab_size)
         text = grammar_text(spec, param="response_format")
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=_LIMITS)
         _raise_for(spec, matcher)

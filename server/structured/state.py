@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from server.structured.ending import Budget
+
 
 class GrammarState:
     """Where in the grammar an output is. Written by: the runner, through advance and rollback.
@@ -14,9 +16,11 @@ class GrammarState:
     request, not the step.
     """
 
-    def __init__(self, matcher: LLMatcher, *, end_token_ids: Collection[int]) -> None:
+    def __init__(self, matcher: LLMatcher, *, end_token_ids: Collection[int], budget: Budget | None = None) -> None:
+        """budget: brings the output to its end before its tokens run out."""
         self._matcher = matcher
         self._end_token_ids = end_token_ids
+        self._budget = budget
 
     def fill_bitmask(self, row: npt.NDArray[np.int32]) -> None:
         """Sets bit t % 32 of word t // 32 where token t may come next, and clears the others.
@@ -26,6 +30,8 @@ class GrammarState:
         """
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
+        if self._budget is not None:
+            self._budget.narrow(row, self._matcher)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """The output grew by these tokens. Raises RuntimeError where the grammar does not allow them.
@@ -37,6 +43,8 @@ class GrammarState:
                 continue
             self._matcher.consume_token(token_id)
             self._check()
+            if self._budget is not None:
+                self._budget.spend(token_id, self._matcher)
 
     @property
     def is_terminated(self) -> bool:
@@ -50,7 +58,8 @@ class GrammarState:
 
     def copy(self) -> "GrammarState":
         """An independent state at the same place."""
-        return GrammarState(self._matcher.deep_copy(), end_token_ids=self._end_token_ids)
+        budget = None if self._budget is None else self._budget.copy()
+        return GrammarState(self._matcher.deep_copy(), end_token_ids=self._end_token_ids, budget=budget)
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -121,7 +121,8 @@ def test_grammars_follow_the_output(model: Decoder) -> None:
     """A grammar that is not told of resumed or sampled tokens, or one that ends the step when it fails."""
     started: list[EveryThird] = []
 
-    def start(spec: GrammarSpec) -> EveryThird:
+    def start(spec: GrammarSpec, max_tokens: int) -> EveryThird:
+        assert max_tokens == 5
         started.append(Refusing() if spec.source == "refuse" else EveryThird())
         return started[-1]
 
