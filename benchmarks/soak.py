@@ -194,9 +194,9 @@ async def disconnects(number: int, json_path: str | None) -> int:
     return verdicts.conclude(json_path)
 
 
-def add_growth(verdicts: Verdicts, rss: list[tuple[int, int]]) -> None:
+def add_growth(verdicts: Verdicts, rss: list[tuple[int, int]], *, sides: int = 2) -> None:
     """Resident memory over the second half of the run: the first fills caches and pools."""
-    for side, name in enumerate(("API process", "engine")):
+    for side, name in enumerate(("API process", "engine")[:sides]):
         sizes = [entry[side] / 2**20 for entry in rss if entry[side]]
         half = sizes[len(sizes) // 2 :]
         growth = half[-1] - half[0] if half else 0.0
@@ -287,6 +287,17 @@ _BAD: list[tuple[bytes, int]] = [
 ]
 
 
+Choices = dict[int, tuple[str, str | None, Any]]
+
+
+def same(a: Choices, b: Choices) -> bool:
+    """Text and reasons to the letter, log-probabilities to a thousandth."""
+    if {i: choice[:2] for i, choice in a.items()} != {i: choice[:2] for i, choice in b.items()}:
+        return False
+    scores = [(x, y) for i in a for x, y in zip(a[i][2], b[i][2], strict=False)]
+    return all(len(a[i][2]) == len(b[i][2]) for i in a) and all(x == y or abs(x - y) <= 2e-3 for x, y in scores)
+
+
 def soak_bodies(rng: random.Random) -> list[dict[str, Any]]:
     bodies = [request_body(i, rng, max_tokens=rng.randint(8, 96), stream=i % 3 > 0) for i in range(32)]
     for body in bodies[:6]:
@@ -304,6 +315,7 @@ async def soak(minutes: float, dtype: str, json_path: str | None) -> int:
     outcomes: Counter[str] = Counter()
     restarts: list[float] = []
     rss: list[tuple[int, int]] = []
+    differences: list[str] = []
     with victim("--step-timeout", "5", "--dtype", dtype) as server:
         await server.until_ready()
         num_files = server.num_files()
@@ -327,8 +339,11 @@ async def soak(minutes: float, dtype: str, json_path: str | None) -> int:
                     outcomes["left"] += 1
                 elif answer.error is not None:
                     outcomes[f"error: {answer.error[:80]}"] += 1
+                elif same(answer.choices, quiet[index]):
+                    outcomes["identical"] += 1
                 else:
-                    outcomes["identical" if answer.choices == quiet[index] else "different"] += 1
+                    outcomes["different"] += 1
+                    differences.append(f"{bodies[index]}: {answer.choices}, undisturbed {quiet[index]}")
 
         async def chaos() -> None:
             while time.perf_counter() < end - 15:
@@ -386,8 +401,9 @@ async def soak(minutes: float, dtype: str, json_path: str | None) -> int:
             )
         await add_books(verdicts, server, 0)
         verdicts.add("open files", f"{num_files} -> {server.num_files()}", "+ 10", server.num_files() <= num_files + 10)
-        api = [entry for entry in rss if entry[1]]
-        add_growth(verdicts, api)
+        add_growth(verdicts, rss, sides=1)  # engines come and go
+    for difference in differences[:3]:
+        console.print(difference, markup=False)
     return verdicts.conclude(json_path)
 
 

@@ -64,7 +64,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def started(checkpoint: Path) -> Started:
     @contextlib.asynccontextmanager
     async def start(*, faults: str = "", step_timeout_s: float = 60) -> AsyncIterator[SupervisedEngine]:
@@ -83,6 +83,19 @@ def started(checkpoint: Path) -> Started:
             await client.stop()
 
     return start
+
+
+@pytest.fixture(scope="session")
+def undisturbed(started: Started) -> list[list[OutputDelta]]:
+    """What requests 0 to 15 get from an engine that nothing happens to."""
+    answers: list[list[OutputDelta]] = []
+
+    async def main() -> None:
+        async with started() as client:
+            answers.extend(await asyncio.gather(*(collect(client, request(i)) for i in range(16))))
+
+    run(main())
+    return answers
 
 
 def run(main: Awaitable[None], limit_s: float = 120) -> None:
