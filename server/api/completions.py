@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.errors import json_response
-from server.api.logprobs import join_legacy, legacy_logprobs, legacy_prompt_logprobs, prompt_logprobs_object
+from server.api.logprobs import join_legacy, legacy_logprobs, legacy_prompt_logprobs, prompt_logprobs_object, with_top
 from server.api.prompts import read_prompts
 from server.api.routing import add_post
 from server.api.schemas import CompletionBody, parse
@@ -49,8 +49,8 @@ async def _make_job(request: Request, body: CompletionBody, service: Service) ->
         logprobs=body.logprobs,
         grammar=await checked_grammar(body.response_format, body.structured_outputs, service.grammars),
     )
-    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-        options = dataclasses.replace(options, prompt_logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None and (body.prompt_logprobs or 0) >= 0:
+        options = dataclasses.replace(options, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     return service.make_job(request, body, prompts, options, id_prefix="cmpl-")
 
 
@@ -91,8 +91,7 @@ class _Answer:
                 choice.text.append(part["text"])
                 choice.token_ids += piece.token_ids
                 choice.logprobs = join_legacy(choice.logprobs, part["logprobs"])
-                if piece.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
-                    choice.prompt_logprobs = prompt_logprobs_object(piece.prompt_logprobs, self._tokenizer)
+                choice.prompt_logprobs = part.get("prompt_logprobs", choice.prompt_logprobs)
                 if piece.finish_reason is not None:
                     choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
         return {**self._head, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": self._usage()}
@@ -127,7 +126,8 @@ class _Answer:
         if first and echo:
             part["text"] = echo + piece.text
             if self._body.logprobs is not None and piece.prompt_logprobs is not None:
-                echoed = legacy_prompt_logprobs(prompt.token_ids, piece.prompt_logprobs, self._tokenizer)
+                scores = with_top(piece.prompt_logprobs, self._body.logprobs)
+                echoed = legacy_prompt_logprobs(prompt.token_ids, scores, self._tokenizer)
                 part["logprobs"] = join_legacy(echoed, part["logprobs"])
         part["finish_reason"] = piece.finish_reason
         if piece.finish_reason is not None:
@@ -137,7 +137,8 @@ class _Answer:
             if first:
                 part["prompt_token_ids"] = prompt.token_ids
         if piece.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
-            part["prompt_logprobs"] = prompt_logprobs_object(piece.prompt_logprobs, self._tokenizer)
+            scores = with_top(piece.prompt_logprobs, self._body.prompt_logprobs)
+            part["prompt_logprobs"] = prompt_logprobs_object(scores, self._tokenizer)
         return part
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from server.frontend.output import ScoredToken
 from server.protocol import TokenLogprobs
 from server.tokenizer import Tokenizer
@@ -57,6 +59,16 @@ def join_legacy(first: dict[str, Any] | None, second: dict[str, Any] | None) -> 
     if first is None or second is None:
         return first or second
     return {key: first[key] + second[key] for key in first}
+
+
+def with_top(logprobs: Sequence[TokenLogprobs | None], count: int) -> list[TokenLogprobs | None]:
+    """Entries that keep the `count` most likely tokens: two fields can ask for different numbers of the same prompt."""
+    return [
+        None
+        if entry is None
+        else msgspec.structs.replace(entry, top_ids=entry.top_ids[:count], top_logprobs=entry.top_logprobs[:count])
+        for entry in logprobs
+    ]
 
 
 def prompt_logprobs_object(

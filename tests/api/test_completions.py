@@ -192,6 +192,24 @@ async def test_legacy_logprobs_of_the_end_token(server: Server, echo: bool, show
     assert logprobs["text_offset"][-1] == len(choice["text"])
 
 
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(3, 1), (1, 3), (0, 2), (2, 0)])
+async def test_an_echo_and_prompt_logprobs_of_different_sizes(
+    server: Server, logprobs: int, prompt_logprobs: int
+) -> None:
+    """Guards two fields that ask for scores of the same prompt: neither gets the other's number of alternatives."""
+    fields = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "echo": True, "max_tokens": 1}
+    [choice] = (await server.complete([5, 6, 7], **fields))["choices"]
+    assert {len(top) for top in choice["logprobs"]["top_logprobs"] if top} == {max(1, logprobs)}
+    assert {len(entry) for entry in choice["prompt_logprobs"] if entry} == {max(1, prompt_logprobs)}
+
+
+async def test_an_echo_hides_no_wrong_prompt_logprobs(server: Server) -> None:
+    """Guards against a wrong number that passes because another field asks for a larger one."""
+    body = {"prompt": "Hi", "echo": True, "logprobs": 2, "prompt_logprobs": -1}
+    response = await server.post("/v1/completions", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 async def test_prompt_logprobs_and_token_ids(server: Server) -> None:
     """Guards vLLM's extensions, also in a stream."""
     body = {"prompt": [5, 6, 7], "max_tokens": 3, "prompt_logprobs": 1, "return_token_ids": True}
