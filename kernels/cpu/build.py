@@ -42,6 +42,8 @@ def library(folder: Path | None = None) -> Path:
 
     folder: the cache; None: the user's. Raises NativeBuildError.
     """
+    if os.name != "posix":
+        raise NativeBuildError(f"not supported on {platform.system()}")
     folder = cache_folder() if folder is None else folder
     with _os_errors(f"the kernel cache {folder}"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,11 +66,12 @@ def library(folder: Path | None = None) -> Path:
 
 def cache_folder() -> Path:
     """The user's cache, or a private folder under the temporary one where there is no home to write to."""
-    home = Path.home()
-    base = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
-    existing = next((path for path in (base, *base.parents) if path.exists()), home)
-    if os.access(existing, os.W_OK):
-        return base / "pageturner" / "kernels"
+    with contextlib.suppress(RuntimeError):  # a user without a home, as containers have them
+        home = Path.home()
+        base = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
+        existing = next((path for path in (base, *base.parents) if path.exists()), home)
+        if os.access(existing, os.W_OK):
+            return base / "pageturner" / "kernels"
     return Path(tempfile.gettempdir()) / f"pageturner-kernels-{os.getuid()}"
 
 

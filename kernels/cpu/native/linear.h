@@ -27,7 +27,7 @@ INLINE void store_outputs(const Linear &l, void *out, int64_t row, int64_t tile,
 // even as they come, by TILES tiles (fewer, down to 1, at the end). Weights of a piece stay in a core's cache for its rows.
 template <int TILES, int MAX_ROWS, class Pass>
 INLINE void multiply(const Linear &l, int64_t rows, int threads, const Pass &pass) {
-    constexpr int64_t ROW_BLOCK = 40 * MAX_ROWS, WEIGHTS_PER_PIECE = 65536;
+    constexpr int64_t ROW_BLOCK = 40 * MAX_ROWS, WEIGHTS_PER_PIECE = 32768;
     int64_t tiles = (l.out_features + LANES - 1) / LANES, panels = (tiles + TILES - 1) / TILES;
     int64_t step = WEIGHTS_PER_PIECE / (TILES * LANES * l.in_features) + 1;
     int64_t columns = (panels + step - 1) / step, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;

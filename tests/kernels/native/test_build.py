@@ -1,7 +1,9 @@
 """The cache of compiled kernels is code that we load: whose it is, and what happens where none can be had."""
 
 import logging
+import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,22 @@ def test_a_library_without_its_compiler_still_serves(
     built = build.library(tmp_path / "cache")
     monkeypatch.setattr(build, "COMPILERS", ())
     assert build.library(tmp_path / "cache") == built
+
+
+@pytest.mark.parametrize("home", ["missing", "unknown"])
+def test_a_user_without_a_home_builds_in_a_private_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    """Guards containers that run as a user nobody gave a home, or one that may not be written."""
+
+    def no_home() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.setattr(build.Path, "home", no_home if home == "unknown" else lambda: tmp_path / "missing")
+    monkeypatch.setattr(build.os, "access", lambda *_: False)
+    folder = build.cache_folder()
+    assert folder.parent == Path(tempfile.gettempdir())
+    assert str(os.getuid()) in folder.name
 
 
 def test_without_a_compiler_the_torch_kernels_serve_and_say_so(
