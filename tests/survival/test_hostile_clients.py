@@ -226,3 +226,24 @@ def test_a_signal_while_loading_ends_it(gguf_file: Path, signals: list[signal.Si
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def test_draining_refuses_and_a_second_ctrl_c_ends_at_once(gguf_file: Path, tmp_path: Path) -> None:
+    """Regression: a drain that still takes requests, says ready, or can't be cut short."""
+    with serving(tmp_path / "log", str(gguf_file), "--num-threads", "1", "--drain-timeout", "600") as server:
+        family = psutil.Process(server.process.pid).children()
+        body = {"prompt": "hello", "max_tokens": 480, "n": 128, "stream": True, "ignore_eos": True, "logprobs": 5}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + 20
+            while (readiness := httpx.get(f"{server.url}/readyz")).status_code == 200:
+                assert time.monotonic() < deadline
+            assert readiness.json()["phase"] == "draining"
+            refused = post(server)
+            assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+            assert next(lines) is not None
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(EXIT_LIMIT_S) == 0
+        assert psutil.wait_procs(family, timeout=EXIT_LIMIT_S)[1] == []
