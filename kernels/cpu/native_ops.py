@@ -187,11 +187,16 @@ class NativeOps(CpuOps):
                 q, layer, meta, scale=scale, num_kv_heads=num_kv_heads, window=window, soft_cap=soft_cap
             )
         rows, heads, dim = q.shape
-        cached = q.to(layer.key.dtype).contiguous()
-        out = torch.empty_like(cached)
+        if q.dtype is not layer.key.dtype:
+            converted = q.to(layer.key.dtype)
+            return self.attention(
+                converted, layer, meta, scale=scale, num_kv_heads=num_kv_heads, window=window, soft_cap=soft_cap
+            ).to(q.dtype)
+        q = q.contiguous()
+        out = torch.empty_like(q)
         failed = self.lib.pt_attention(
             self._step_of(meta),
-            cached.data_ptr(),
+            q.data_ptr(),
             out.data_ptr(),
             layer.key.data_ptr(),
             layer.value.data_ptr(),
@@ -202,11 +207,11 @@ class NativeOps(CpuOps):
             window,
             scale,
             soft_cap,
-            DTYPES[cached.dtype],
+            DTYPES[q.dtype],
         )
         if failed:
             raise MemoryError(f"no memory for the attention of {rows} tokens over {meta.max_seq_len} keys")
-        return out.view(rows, heads * dim).to(q.dtype)
+        return out.view(rows, heads * dim)
 
     def _multiplies(self, weight: Weight, dtype: torch.dtype) -> bool:
         return keeps(weight) and weight.kind in self.kinds and dtype is torch.bfloat16
