@@ -15,8 +15,10 @@ from server.protocol import GrammarSpec
 
 Bitmask = npt.NDArray[np.int32]
 
-_SLACK = 6
-"""Tokens kept free beyond the shortest ending: the walk takes the longest tokens, the model perhaps not."""
+_SLACK = 8
+"""Tokens beyond the shortest ending where guidance begins: the walk takes the longest tokens, the model perhaps not."""
+_TIGHT = 4
+_NONE = 1
 _MAX_WALK = 512
 
 
@@ -32,15 +34,20 @@ class EndingTokens:
         self.brackets = _bitmask([i for i, data in marks if not data.strip(b"}]")], vocab_size)
         self.leaves_string = self.closers & _bitmask([i for i, data in marks if data[:1] == b'"'], vocab_size)
         self.quote = _bitmask([i for i, data in marks if data == b'"'], vocab_size)
+        self.digits = _bitmask([i for i, data in enumerate(token_bytes) if data.isdigit()], vocab_size)
         self.letter = _bitmask([i for i, data in enumerate(token_bytes) if data == b"z"], vocab_size)
 
-    def narrow(self, allowed: Bitmask, *, is_json: bool) -> Bitmask:
+    def in_string(self, allowed: Bitmask) -> bool:
+        """Whether the output is inside a JSON string that may be closed."""
+        return bool((allowed & self.quote).any() and (allowed & self.letter).any())
+
+    def soonest(self, allowed: Bitmask, *, is_json: bool) -> Bitmask:
         """Of the allowed tokens, those that end the output soonest."""
         if (ends := allowed & self.end).any():
             return ends
         if not is_json:
             return allowed
-        if (allowed & self.quote).any() and (allowed & self.letter).any():  # inside a string that may be closed
+        if self.in_string(allowed):
             return allowed & self.leaves_string
         for group in (self.brackets, self.closers, self.marks):
             if (narrowed := allowed & group).any():
@@ -87,19 +94,33 @@ class Budget:
             return
         if self._path is None:
             self._path = self._walk(matcher)
-        if self._path and self._num_left <= len(self._path) + 2:
-            allowed[:] = _bitmask(self._path[:1], len(allowed) * 32)
-        else:
-            allowed[:] = self._narrowed(allowed, matcher)
+        spare = self._num_left - len(self._path)
+        if spare > _TIGHT and self._is_json and self._tokens.in_string(allowed):
+            return  # more text makes the ending no longer
+        soonest = self._soonest(allowed, matcher)
+        if spare > _TIGHT and self._is_json:
+            soonest |= allowed & self._tokens.digits  # nor do more digits
+        elif self._path and spare <= _TIGHT:
+            soonest = self._alike(soonest, self._path[0]) if spare > _NONE else self._only(self._path[0], allowed)
+        allowed[:] = soonest
 
-    def _narrowed(self, allowed: Bitmask, matcher: LLMatcher) -> Bitmask:
+    def _alike(self, candidates: Bitmask, token_id: int) -> Bitmask:
+        """Those as long as this one: any digit for a digit, but no longer way round."""
+        length = len(self._tokens.token_bytes[token_id])
+        ids = [i for i in _first_ids(candidates) if len(self._tokens.token_bytes[i]) == length]
+        return _bitmask([*ids, token_id], len(candidates) * 32)
+
+    def _only(self, token_id: int, allowed: Bitmask) -> Bitmask:
+        return _bitmask([token_id], len(allowed) * 32)
+
+    def _soonest(self, allowed: Bitmask, matcher: LLMatcher) -> Bitmask:
         """What can only be written in one way, a property's name, is written with the fewest tokens."""
         forced = matcher.compute_ff_tokens()
         if forced:
-            only = _bitmask(forced[:1], len(allowed) * 32)
+            only = self._only(forced[0], allowed)
             if (only & allowed).any():
                 return only
-        return self._tokens.narrow(allowed, is_json=self._is_json)
+        return self._tokens.soonest(allowed, is_json=self._is_json)
 
     def _walk(self, matcher: LLMatcher) -> list[int]:
         """A short ending from here. Where there is none within the tokens left, as much as fits."""
@@ -110,13 +131,16 @@ class Budget:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if (mask & self._tokens.end).any() or matcher.is_error():
                 break
-            allowed = np.flatnonzero(_bits(self._narrowed(mask, matcher)))
-            if not len(allowed):
+            candidates = _first_ids(self._soonest(mask, matcher))
+            if not candidates:
                 break
-            longest = int(max(allowed[:64], key=lambda id_: len(self._tokens.token_bytes[id_])))
-            matcher.consume_token(longest)
-            path.append(longest)
+            token_id = max(candidates, key=self._reach)
+            matcher.consume_token(token_id)
+            path.append(token_id)
         return path
+
+    def _reach(self, token_id: int) -> int:
+        return len(self._tokens.token_bytes[token_id].strip())
 
     def copy(self) -> "Budget":
         twin = object.__new__(Budget)
@@ -130,5 +154,12 @@ def _bitmask(token_ids: Collection[int], vocab_size: int) -> Bitmask:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _bits(mask: Bitmask) -> npt.NDArray[np.uint8]:
-    return np.unpackbits(mask.view(np.uint8), bitorder="little")
+def _first_ids(mask: Bitmask, most: int = 64) -> list[int]:
+    """The lowest token ids of a bitmask, without unpacking all of it."""
+    ids: list[int] = []
+    for word in np.flatnonzero(mask).tolist():
+        bits = int(mask[word]) & 0xFFFFFFFF
+        ids += [word * 32 + bit for bit in range(32) if bits >> bit & 1]
+        if len(ids) >= most:
+            break
+    return ids
