@@ -141,6 +141,7 @@ class Service:
             cache_salt=_checked_salt(body.cache_salt),
             client=_client_of(request),
             deadline=_deadline(body.timeout, request.state.arrival_time),
+            log=request.state.log,
         )
 
     def generate(self, job: Job) -> Generation:

@@ -7,7 +7,7 @@ aborts in the engine whatever is still running.
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,6 +53,8 @@ class Job:
     deadline: float | None = None
     make_parser: Callable[[], AnswerParser] | None = None
     """Splits each choice's text into text, reasoning and tool calls; None leaves it whole."""
+    log: dict[str, Any] = field(default_factory=dict)
+    """What the request's log line says of it in the end. Written by: Generation."""
 
     @property
     def num_choices(self) -> int:
@@ -86,11 +88,23 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Raises Overloaded or EngineRestarting before the first piece, StepFailed and RequestTimeout at any time."""
         job = self.job
-        self._metrics.begin_request(num_choices=job.n, max_tokens=job.prompts[0].sampling.max_tokens)
         sequences = [self._sequence(index) for index in range(job.num_choices)]
-        async with aclosing(sequences[0] if len(sequences) == 1 else merge(sequences)) as pieces:
-            async for piece in pieces:
-                yield piece
+        served = False
+        try:
+            async with aclosing(sequences[0] if len(sequences) == 1 else merge(sequences)) as pieces:
+                async for piece in pieces:
+                    if not served:
+                        served = True
+                        self._metrics.begin_request(num_choices=job.n, max_tokens=job.prompts[0].sampling.max_tokens)
+                    yield piece
+        finally:
+            usage = self.usage
+            job.log.update(
+                id=job.request_id,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+            )
 
     async def _sequence(self, index: int) -> AsyncGenerator[Piece, None]:
         job = self.job

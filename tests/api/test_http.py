@@ -294,6 +294,7 @@ async def test_log_lines(server: Server, caplog: pytest.LogCaptureFixture) -> No
     [record] = [r for r in caplog.records if r.name == "pageturner.http"]
     fields = record.event_fields
     assert (fields["status"], fields["request_id"], fields["path"]) == (200, "abc", "/v1/completions")
+    assert (fields["prompt_tokens"], fields["completion_tokens"]) == (2, 16)
     assert "secret" not in str(record.__dict__)
 
 
