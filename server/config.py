@@ -114,6 +114,7 @@ class DeviceConfig(_Validated):
     device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda"))
     backend: str = setting("auto", "which kernels", choices=("auto", "cpu", "triton", "reference"))
     num_threads: int | None = setting(None, "CPU threads of the engine; default: every core", low=1, high=1024)
+    enforce_eager: bool = setting(False, "launch a GPU's kernels one by one instead of replaying captured graphs")
 
 
 @dataclass(frozen=True, slots=True)

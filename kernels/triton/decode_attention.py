@@ -32,6 +32,9 @@ FIXED_CHUNK = 256
 MAX_QUERY_LEN = 8
 """Requests with more new tokens than this are prefill."""
 
+REQUESTS_LEAST = 32
+"""The kernels are compiled for a power of two of requests, from this on."""
+
 
 @triton.jit
 def _splits_of_batch(
@@ -284,7 +287,7 @@ def decode_attention(
     lse = q.new_empty((num_work, num_kv_heads, rows), dtype=torch.float32)
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "HEAD_DIM_PAD": padded(head_dim, least=16),
-        "ROWS": rows, "MAX_QUERY": max_query, "REQUESTS_PAD": padded(meta.num_requests, least=16),
+        "ROWS": rows, "MAX_QUERY": max_query, "REQUESTS_PAD": padded(meta.num_requests, least=REQUESTS_LEAST),
         "TILE": config.tile, "MIN_TILES": max(1, (FIXED_CHUNK if deterministic else MIN_CHUNK) // config.tile),
         "FIXED": deterministic, "WINDOW": window,
     }  # fmt: skip

@@ -8,7 +8,7 @@ from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, QuantizedWeight, Weight
 from kernels.triton.activation import gated_activation
-from kernels.triton.decode_attention import MAX_QUERY_LEN, decode_attention
+from kernels.triton.decode_attention import MAX_QUERY_LEN, REQUESTS_LEAST, decode_attention
 from kernels.triton.kv_write import rope_and_write_kv
 from kernels.triton.launch import Target, decode_config, describe, interpreted, padded, prefill_config
 from kernels.triton.prefill_attention import prefill_attention
@@ -116,13 +116,14 @@ class TritonOps:
     ) -> torch.Tensor:
         """Requests with one new token go to the split-KV kernel, also in a mixed batch; prompts to the prefill kernel.
 
-        A batch of up to MAX_QUERY_LEN tokens each is decode as a whole, save in the deterministic form: which kernel
-        computes a query may not depend on the other requests.
+        A small batch of up to MAX_QUERY_LEN tokens each is decode as a whole. Not a large one, so that few variants
+        need compiling; nor in the deterministic form: there no other request may choose a query's kernel.
         """
         head_dim = q.shape[2]
         out = torch.empty_like(q, memory_format=torch.contiguous_format).flatten(1)
         max_query = 1
-        if meta.max_query_len <= MAX_QUERY_LEN and not self._deterministic:
+        small = meta.max_query_len <= MAX_QUERY_LEN and meta.num_requests <= REQUESTS_LEAST
+        if small and not self._deterministic:
             max_query = padded(meta.max_query_len)
         if meta.max_query_len <= max_query or meta.num_requests > 1:
             decode_attention(

@@ -17,6 +17,7 @@ from server.models.decoder import Decoder
 from server.models.registry import read_spec
 from server.models.spec import ModelSpec
 from server.protocol import Ready
+from server.runner.decode_graphs import capture_cuda
 from server.runner.interface import Runner
 from server.runner.kv_cache import allocate_kv_cache, kv_cache_spec
 from server.runner.memory import MemoryPlan, estimate_activations, measure_memory, plan
@@ -70,6 +71,7 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         max_num_seqs=config.scheduler.max_num_seqs,
         device=device,
         start_grammar=gate.start,
+        capture=capture_cuda if device.type == "cuda" and not config.device.enforce_eager else None,
     )
     report("warming up", 0.0)
     runner.warm_up(_WARM_UP_TOKENS)

@@ -12,7 +12,8 @@ from kernels.layout import KVCache
 from kernels.metadata import AttentionMetadata
 from server.models.decoder import Decoder
 from server.protocol import GrammarSpec, TokenLogprobs
-from server.runner.input_batch import build_inputs
+from server.runner.decode_graphs import Capture, DecodeGraphs
+from server.runner.input_batch import StepInputs, build_inputs
 from server.sampling.logprobs import token_logprobs
 from server.sampling.row_state import Grammar, SamplingRow
 from server.sampling.sampler import sample
@@ -63,14 +64,18 @@ class ModelRunner:
         max_num_seqs: int,
         device: torch.device,
         start_grammar: Callable[[GrammarSpec, int], Grammar] | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """page_table: int32[max_num_seqs, W], the scheduler's, read only. start_grammar: at a request's begin,
-        with its grammar and its max_tokens."""
+        with its grammar and its max_tokens. capture: how warm_up records decode steps; None leaves them as they are.
+        """
         self._model = model
         self._cache = kv_cache
         self._page_table = page_table
         self._device = device
         self._start_grammar = start_grammar
+        self._capture = capture
+        self._graphs: DecodeGraphs | None = None
         self._rows: list[_Row | None] = [None] * max_num_seqs
         model.prepare_positions(min(page_table.shape[1] * kv_cache.spec.block_size, model.spec.max_position))
 
@@ -103,10 +108,7 @@ class ModelRunner:
             if row.prompt_logprobs is not None and not row.error:
                 scoring.append((row, item, last))
         wanted = sampling + [token for entry in scoring for token in _scored_tokens(*entry)] or [0]
-        select = None if wanted == list(range(inputs.meta.num_tokens)) else torch.tensor(wanted, dtype=torch.int64)
-        hidden = self._model.forward(
-            inputs.token_ids, inputs.meta, self._cache, None if select is None else select.to(self._device)
-        )
+        hidden = self._forward(inputs, wanted)
         if sampling:
             handle.logits = self._model.logits(hidden[: len(sampling)])
         offset = len(sampling)
@@ -115,6 +117,16 @@ class ModelRunner:
             self._score(row, item, hidden[offset : offset + count])
             offset += count
         return handle
+
+    def _forward(self, inputs: StepInputs, wanted: list[int]) -> torch.Tensor:
+        """Runs the model and returns the hidden states of the wanted tokens, [len(wanted), C]."""
+        select = None
+        if wanted != list(range(inputs.meta.num_tokens)):
+            select = torch.tensor(wanted, dtype=torch.int64).to(self._device)
+        if self._graphs is None or not inputs.meta.is_decode:
+            return self._model.forward(inputs.token_ids, inputs.meta, self._cache, select)
+        hidden = self._graphs.forward(inputs)
+        return hidden if select is None else hidden.index_select(0, select)
 
     @torch.inference_mode()
     def collect(self, handle: object) -> SampledTokens:
@@ -145,24 +157,40 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up(self, num_tokens: int = 256) -> None:
         """Runs a prefill of so many tokens and a decode step that touch no block, so that the first request finds
-        kernels compiled, memory mapped and threads running."""
+        kernels compiled, memory mapped and threads running. On a GPU, every kind of batch that compiles kernels of its
+        own; then captures the decode steps.
+        """
         width = self._page_table.shape[1]
-        num_tokens = max(1, min(num_tokens, width * self._cache.spec.block_size))
-        for num_queries in (num_tokens, 1):
+        longest = max(1, min(num_tokens, width * self._cache.spec.block_size))
+        batches = [[longest], [1]]
+        if self._device.type == "cuda":
+            batches += [[min(n, longest)] for n in (2, 4, 8)] + [[1, longest]]
+        for query_lens in batches:
+            total = sum(query_lens)
+            starts = torch.tensor([0, *query_lens]).cumsum(0)
             meta = AttentionMetadata(
-                query_start_loc=torch.tensor([0, num_queries], dtype=torch.int32, device=self._device),
-                seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=self._device),
-                page_table=torch.zeros(1, width, dtype=torch.int32, device=self._device),
-                slot_mapping=torch.full((num_queries,), -1, dtype=torch.int64, device=self._device),
-                positions=torch.arange(num_tokens - num_queries, num_tokens, device=self._device),
-                num_requests=1,
-                num_tokens=num_queries,
-                max_query_len=num_queries,
-                max_seq_len=num_tokens,
+                query_start_loc=starts.to(self._device, torch.int32),
+                seq_lens=torch.full((len(query_lens),), longest, dtype=torch.int32, device=self._device),
+                page_table=torch.zeros(len(query_lens), width, dtype=torch.int32, device=self._device),
+                slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=self._device),
+                positions=torch.cat([torch.arange(longest - n, longest) for n in query_lens]).to(self._device),
+                num_requests=len(query_lens),
+                num_tokens=total,
+                max_query_len=max(query_lens),
+                max_seq_len=longest,
             )
-            token_ids = torch.zeros(num_queries, dtype=torch.int64, device=self._device)
+            token_ids = torch.zeros(total, dtype=torch.int64, device=self._device)
             hidden = self._model.forward(token_ids, meta, self._cache)
             self._model.logits(hidden[-1:])
+        if self._capture is not None:
+            self._graphs = DecodeGraphs(
+                self._model,
+                self._cache,
+                max_num_seqs=len(self._rows),
+                table_width=width,
+                device=self._device,
+                capture=self._capture,
+            )
 
     def _row(self, item: ScheduledItem) -> _Row:
         row = self._rows[item.row]

@@ -119,20 +119,21 @@ def test_ten_kernels_a_layer(query_lens: list[int], qk_norm: bool) -> None:
 
 
 def test_a_trace_compiles_nothing_after_warm_up() -> None:
-    """An argument that Triton specialises on and that varies: a compilation in the middle of serving."""
+    """An argument that Triton specialises on and that varies: a compilation in the middle of serving. The warm-up is
+    the model runner's."""
     model = decoder(2)
     warm_up = [[1], [2], [4], [8], [1, 50], [50]]
     known = {launch.key() for query_lens in warm_up for launch in run(model, query_lens)[0]}
     generator = random.Random(0)
     for _ in range(60):
         kind = generator.choice([(1, 1), (1, 3), (1, 8), (1, 300), (16, 16), (40, 200)])
-        query_lens = [generator.randint(*kind) for _ in range(generator.randint(1, 16))]
+        query_lens = [generator.randint(*kind) for _ in range(generator.randint(1, 32))]
         launches, _ = run(model, query_lens, width=generator.randint(1, 300))
         new = [launch.name for launch in launches if launch.key() not in known]
         assert not new, f"{query_lens}: compiles {new}"
 
 
-@pytest.mark.parametrize(("few", "many"), [(1, 16), (17, 32), (33, 64), (129, 256)])
+@pytest.mark.parametrize(("few", "many"), [(1, 32), (33, 64), (129, 256)])
 def test_batch_buckets_share_their_kernels(few: int, many: int) -> None:
     """Padded batch sizes are powers of two: within one, the batch size is an ordinary number."""
     model = decoder(1)
