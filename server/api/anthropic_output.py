@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
+from server.api.answers import Event
+from server.api.errors import as_serving_error
 from server.errors import ClientFault, EngineFault
 from server.frontend.generation import Usage
 from server.frontend.output import Piece
 from server.protocol import FinishReason
-
-Event = dict[str, Any]
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -45,7 +45,7 @@ class MessageBuilder:
     def __init__(self, *, model: str) -> None:
         self._open: dict[str, Any] | None = None
         self._arguments = ""
-        self.message: dict[str, Any] = {
+        self.answer: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
@@ -57,7 +57,7 @@ class MessageBuilder:
         }
 
     def begin(self, usage: Usage) -> Iterator[Event]:
-        message = {**self.message, "content": [], "usage": {**_usage(usage), "output_tokens": 0}}
+        message = {**self.answer, "content": [], "usage": {**_usage(usage), "output_tokens": 0}}
         yield {"type": "message_start", "message": message}
 
     def push(self, piece: Piece, usage: Usage) -> Iterator[Event]:
@@ -79,12 +79,15 @@ class MessageBuilder:
             yield from self._end_block()
             yield from self._end(piece, piece.finish_reason, usage)
 
+    def fail(self, error: Exception) -> Iterator[Event]:
+        yield anthropic_error(as_serving_error(error))
+
     def _begin_block(self, block: dict[str, Any]) -> Iterator[Event]:
         if self._open is not None and self._open["type"] == block["type"]:
             return
         yield from self._end_block()
         self._open = block
-        self.message["content"].append(block)
+        self.answer["content"].append(block)
         yield {"type": "content_block_start", "index": self._index(), "content_block": dict(block)}
 
     def _grow(self, field: str, delta: dict[str, Any]) -> Event:
@@ -103,15 +106,15 @@ class MessageBuilder:
 
     def _end(self, piece: Piece, reason: FinishReason, usage: Usage) -> Iterator[Event]:
         stopped = isinstance(piece.stop_reason, str)
-        self.message["stop_reason"] = "stop_sequence" if stopped else _STOP_REASONS[reason]
-        self.message["stop_sequence"] = piece.stop_reason if stopped else None
-        self.message["usage"] = _usage(usage)
-        delta = {"stop_reason": self.message["stop_reason"], "stop_sequence": self.message["stop_sequence"]}
-        yield {"type": "message_delta", "delta": delta, "usage": self.message["usage"]}
+        self.answer["stop_reason"] = "stop_sequence" if stopped else _STOP_REASONS[reason]
+        self.answer["stop_sequence"] = piece.stop_reason if stopped else None
+        self.answer["usage"] = _usage(usage)
+        delta = {"stop_reason": self.answer["stop_reason"], "stop_sequence": self.answer["stop_sequence"]}
+        yield {"type": "message_delta", "delta": delta, "usage": self.answer["usage"]}
         yield {"type": "message_stop"}
 
     def _index(self) -> int:
-        return len(self.message["content"]) - 1
+        return len(self.answer["content"]) - 1
 
 
 def _as_object(arguments: str) -> dict[str, Any]:

@@ -5,16 +5,14 @@ import dataclasses
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.api.answers import respond
 from server.api.chat_output import ChatAnswer
 from server.api.chat_prompt import read_chat_prompt
-from server.api.errors import json_response
 from server.api.routing import add_post
 from server.api.schemas import ChatBody, parse
 from server.api.service import Service
-from server.api.sse import DONE, error_frame
 from server.api.structured import checked_grammar
 from server.api.tools import plan_reading, read_tools
-from server.api.transport import EventStream, until_disconnect
 from server.errors import InvalidRequest, UnsupportedFeature
 from server.frontend.generation import Job
 
@@ -25,10 +23,7 @@ def chat_router(service: Service) -> APIRouter:
     async def create(request: Request, raw: bytes) -> Response:
         body = parse(ChatBody, raw)
         job = await make_chat_job(request, body, service)
-        answer = ChatAnswer(body, job, service)
-        if body.stream:
-            return EventStream(answer.frames(), error_frame=error_frame, closing=DONE)
-        return json_response(await until_disconnect(request.receive, answer.whole()))
+        return await respond(request, ChatAnswer(body, job, service), stream=body.stream)
 
     add_post(router, "/v1/chat/completions", create, service=service, body_type=ChatBody)
     return router

@@ -8,7 +8,7 @@ from typing import Any
 from server.api.logprobs import chat_logprobs, prompt_logprobs_object
 from server.api.schemas import ChatBody
 from server.api.service import Service, unix_now, usage_object
-from server.api.sse import ChunkEncoder
+from server.api.sse import DONE, ChunkEncoder, error_frame
 from server.frontend.generation import Job
 from server.frontend.output import Piece
 from server.frontend.tools.deltas import ToolCallDelta
@@ -49,6 +49,8 @@ class _Choice:
 class ChatAnswer:
     """One request's answer. Written by: itself."""
 
+    closing = DONE
+
     def __init__(self, body: ChatBody, job: Job, service: Service) -> None:
         self._body = body
         self._job = job
@@ -85,6 +87,9 @@ class ChatAnswer:
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._job.prompts[0].token_ids
         return answer
+
+    def error_frame(self, error: Exception) -> bytes:
+        return error_frame(error)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         body = self._body

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.errors import json_response
+from server.api.answers import respond
 from server.api.logprobs import join_legacy, legacy_logprobs, legacy_prompt_logprobs, prompt_logprobs_object, with_top
 from server.api.prompts import read_prompts
 from server.api.routing import add_post
@@ -17,7 +17,6 @@ from server.api.schemas import CompletionBody, parse
 from server.api.service import Service, unix_now, usage_object
 from server.api.sse import DONE, ChunkEncoder, error_frame
 from server.api.structured import checked_grammar
-from server.api.transport import EventStream, until_disconnect
 from server.frontend.generation import Job, Prompt
 from server.frontend.output import Piece
 
@@ -31,10 +30,7 @@ def completions_router(service: Service) -> APIRouter:
     async def create(request: Request, raw: bytes) -> Response:
         body = parse(CompletionBody, raw)
         job = await _make_job(request, body, service)
-        answer = _Answer(body, job, service)
-        if body.stream:
-            return EventStream(answer.frames(), error_frame=error_frame, closing=DONE)
-        return json_response(await until_disconnect(request.receive, answer.whole()))
+        return await respond(request, _Answer(body, job, service), stream=body.stream)
 
     add_post(router, "/v1/completions", create, service=service, body_type=CompletionBody)
     return router
@@ -69,6 +65,8 @@ class _Choice:
 class _Answer:
     """One request's answer, whole or as a stream: both are made of the same pieces. Written by: itself."""
 
+    closing = DONE
+
     def __init__(self, body: CompletionBody, job: Job, service: Service) -> None:
         self._body = body
         self._job = job
@@ -95,6 +93,9 @@ class _Answer:
                 if piece.finish_reason is not None:
                     choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
         return {**self._head, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": self._usage()}
+
+    def error_frame(self, error: Exception) -> bytes:
+        return error_frame(error)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         body = self._body

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
+from server.api.answers import Event
 from server.api.errors import as_serving_error
 from server.api.logprobs import chat_logprobs
 from server.api.responses_input import ResponsesBody
@@ -12,8 +13,6 @@ from server.frontend.output import Piece
 from server.frontend.tools.deltas import ToolCallDelta
 from server.protocol import FinishReason
 from server.tokenizer import Tokenizer
-
-Event = dict[str, Any]
 
 
 class ResponseBuilder:
@@ -27,7 +26,7 @@ class ResponseBuilder:
         self._want_logprobs = bool(body.include and "message.output_text.logprobs" in body.include)
         self._sequence_number = 0
         self._open: dict[str, Any] | None = None
-        self.response: dict[str, Any] = {
+        self.answer: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
             "created_at": created,
@@ -53,9 +52,9 @@ class ResponseBuilder:
             "user": body.user,
         }
 
-    def begin(self) -> Iterator[Event]:
-        yield self._event("response.created", response=dict(self.response))
-        yield self._event("response.in_progress", response=dict(self.response))
+    def begin(self, _usage: Usage) -> Iterator[Event]:
+        yield self._event("response.created", response=dict(self.answer))
+        yield self._event("response.in_progress", response=dict(self.answer))
 
     def push(self, piece: Piece, usage: Usage) -> Iterator[Event]:
         if piece.reasoning:
@@ -69,9 +68,9 @@ class ResponseBuilder:
 
     def fail(self, error: Exception) -> Iterator[Event]:
         shown = as_serving_error(error)
-        self.response["status"] = "failed"
-        self.response["error"] = {"code": shown.code or "server_error", "message": shown.message}
-        yield self._event("response.failed", response=self.response)
+        self.answer["status"] = "failed"
+        self.answer["error"] = {"code": shown.code or "server_error", "message": shown.message}
+        yield self._event("response.failed", response=self.answer)
 
     def _grow_reasoning(self, text: str) -> Iterator[Event]:
         if self._open is None or self._open["type"] != "reasoning":
@@ -105,19 +104,19 @@ class ResponseBuilder:
             yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
 
     def _end(self, reason: FinishReason, usage: Usage) -> Iterator[Event]:
-        if self._open is None and not self.response["output"]:
+        if self._open is None and not self.answer["output"]:
             yield from self._grow_message(Piece(0, "", []))
         whole = reason is not FinishReason.LENGTH
         yield from self._end_item("completed" if whole else "incomplete")
-        self.response["status"] = "completed" if whole else "incomplete"
-        self.response["incomplete_details"] = None if whole else {"reason": "max_output_tokens"}
-        self.response["usage"] = _usage(usage)
-        yield self._event(f"response.{self.response['status']}", response=self.response)
+        self.answer["status"] = "completed" if whole else "incomplete"
+        self.answer["incomplete_details"] = None if whole else {"reason": "max_output_tokens"}
+        self.answer["usage"] = _usage(usage)
+        yield self._event(f"response.{self.answer['status']}", response=self.answer)
 
     def _begin_item(self, prefix: str, item: dict[str, Any]) -> Iterator[Event]:
         yield from self._end_item("completed")
         self._open = {"id": f"{prefix}_{secrets.token_hex(16)}", "status": "in_progress", **item}
-        self.response["output"].append(self._open)
+        self.answer["output"].append(self._open)
         yield self._event("response.output_item.added", output_index=self._index(), item=_copied(self._open))
 
     def _end_item(self, status: str) -> Iterator[Event]:
@@ -147,7 +146,7 @@ class ResponseBuilder:
         return self._open
 
     def _index(self) -> int:
-        return len(self.response["output"]) - 1
+        return len(self.answer["output"]) - 1
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
         return self._event(kind, item_id=self._open_item()["id"], output_index=self._index(), **fields)
