@@ -61,6 +61,7 @@ def small_server(tmp_path: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.timeout(3600)
 def test_schemathesis_finds_no_server_error(small_server: Server, tmp_path: Path) -> None:
     """A body that follows our own schema, or nearly, and gets a 500; a schema that doesn't load."""
     run(
@@ -68,11 +69,12 @@ def test_schemathesis_finds_no_server_error(small_server: Server, tmp_path: Path
         "run",
         f"{small_server.url}/openapi.json",
         *("--checks", "not_a_server_error"),
-        *("--max-examples", "40"),
+        *("--max-examples", "10"),
         *("--phases", "examples,coverage,fuzzing"),
-        *("--workers", "4"),
+        *("--workers", "1"),  # more of them trip over the recursion limit of Python 3.11's compiler
         *("--request-timeout", "120"),
         *("--seed", "1"),
+        limit_s=1800,
     )
     assert small_server.metric("num_requests_running") == 0
 
