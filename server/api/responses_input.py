@@ -94,6 +94,14 @@ def _refuse_unsupported(body: ResponsesBody) -> None:
         value = getattr(body, name)
         if value is not None and value not in harmless:
             raise UnsupportedFeature(f"{name} is not supported: this server keeps no responses", param=name)
+    for field, name, harmless in (
+        (body.text, "text.verbosity", ("medium",)),
+        (body.reasoning, "reasoning.summary", ("auto",)),
+        (body.reasoning, "reasoning.generate_summary", ("auto",)),
+    ):
+        value = (field or {}).get(name.partition(".")[2])
+        if value is not None and value not in harmless:
+            raise UnsupportedFeature(f"{name} is not supported here", param=name)
     for name in body.include or ():
         if name not in _INCLUDES:
             raise UnsupportedFeature(f"include: {name[:80]!r} is not supported", param="include")
