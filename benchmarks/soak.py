@@ -84,16 +84,13 @@ async def kill_engines(server: Victim, num_kills: int, busy: "asyncio.Future[Any
     for _ in range(num_kills):
         if busy.done():
             break
-        while not server.signal_engine(signal.SIGKILL):
-            await asyncio.sleep(0.02)
-        begin = time.perf_counter()
         if rng.random() < 1 / 3:
+            while not server.signal_engine(signal.SIGKILL):
+                await asyncio.sleep(0.02)
             await asyncio.sleep(rng.uniform(0.1, 2.0))
-            continue
-        await asyncio.sleep(0.1)  # until the supervisor has seen it
-        await server.until_ready()
-        restarts.append(time.perf_counter() - begin)
-        await asyncio.sleep(rng.uniform(0.3, 2.0))
+        else:
+            restarts.append(await server.kill_engine())
+            await asyncio.sleep(rng.uniform(0.3, 2.0))
     return restarts
 
 
@@ -349,11 +346,10 @@ async def soak(minutes: float, dtype: str, json_path: str | None) -> int:
             while time.perf_counter() < end - 15:
                 await asyncio.sleep(rng.uniform(4, 12))
                 number = signal.SIGKILL if rng.random() < 0.75 else signal.SIGSTOP
-                if server.signal_engine(number) and number == signal.SIGKILL:
-                    begin = time.perf_counter()
-                    await asyncio.sleep(0.1)
-                    await server.until_ready()
-                    restarts.append(time.perf_counter() - begin)
+                if number == signal.SIGKILL:
+                    restarts.append(await server.kill_engine())
+                else:
+                    server.signal_engine(number)
                 outcomes[number.name] += 1
 
         async def slow_reader() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -90,6 +91,20 @@ class Victim:
                 pass
             await asyncio.sleep(0.02)
         raise RuntimeError(f"not ready after {limit_s:.0f} s:\n{self.log.read_text()[-3000:]}")
+
+    async def kill_engine(self) -> float:
+        """kill -9; seconds until a new engine serves."""
+        seen = await self._num_restarts()
+        while not self.signal_engine(signal.SIGKILL):
+            await asyncio.sleep(0.02)
+        begin = time.perf_counter()
+        while await self._num_restarts() <= seen:
+            await asyncio.sleep(0.02)
+        await self.until_ready()
+        return time.perf_counter() - begin
+
+    async def _num_restarts(self) -> int:
+        return int(json.loads((await self.get("/readyz"))[1])["num_restarts"])
 
     async def until_idle(self, limit_s: float = 60.0) -> dict[str, Any]:
         """The page map, once no request is open. Asking for it makes the engine check its own books."""
