@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import resource
 import signal
 import socket
@@ -134,6 +135,8 @@ async def _serve(config: ServerConfig, files: ModelFiles, sock: socket.socket) -
             config=config.api,
             metrics=metrics,
         )
+        gc.collect()
+        gc.freeze()  # the vocabulary and the modules never die: keep them out of every later collection
         server = _make_server(app, config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         try:
