@@ -153,6 +153,11 @@ class ApiConfig(_Validated):
     api_keys: tuple[str, ...] = setting((), "a key that clients must send; repeatable", flag="api-key")
     api_key_file: str | None = setting(None, "a file with one key a line")
     metrics_namespace: str = setting("pageturner", "prefix of the metrics; vllm gives the names that dashboards know")
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template says",
+        choices=("auto", "hermes", "qwen", "llama3_json", "mistral"),
+    )
     metrics_need_key: bool = setting(False, "guard /metrics with the API key, too")
     cors_origins: tuple[str, ...] = setting((), "an origin that browsers may call from; repeatable", flag="cors-origin")
     limits: Limits = field(default_factory=Limits)

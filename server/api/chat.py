@@ -42,11 +42,12 @@ async def make_chat_job(request: Request, body: ChatBody, service: Service) -> J
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= service.limits.max_logprobs:
         raise InvalidRequest(f"top_logprobs must be between 0 and {service.limits.max_logprobs}", param="top_logprobs")
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    prompt = await read_chat_prompt(body, service, tools=tools.tools)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     grammar = await checked_grammar(body.response_format, body.structured_outputs, service.grammars)
     if grammar is not None and tools.tools:
         raise UnsupportedFeature("a response format and tools exclude each other", param="response_format")
+    may_think = grammar is None and not tools.must_call
+    prompt = await read_chat_prompt(body, service, tools=tools.tools, may_think=may_think)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     reading = await plan_reading(tools, body, prompt, grammar, service)
     options = body.sampling_options(max_tokens=max_tokens, logprobs=logprobs, grammar=reading.grammar)
     job = service.make_job(request, body, [prompt], options, id_prefix="chatcmpl-")

@@ -8,17 +8,21 @@ from server.api.messages import check_messages
 from server.api.schemas import ChatBody, ChatTemplateFields
 from server.api.service import ENCODE_IN_THREAD_CHARS, RawPrompt, Service
 from server.errors import InvalidRequest, UnsupportedFeature
-from server.frontend.tools import format_of_template, with_tool_instructions
+from server.frontend.tools import begins_in_reasoning, format_of_template, with_tool_instructions
 from server.tokenizer import ChatPrompt, ChatTemplate, encode_chat
 
 _FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Have fields of their own, so chat_template_kwargs can't set them."""
+_NO_THOUGHT = "\n</think>\n\n"
 
 
 async def read_chat_prompt(
-    body: ChatTemplateFields, service: Service, *, tools: Sequence[dict[str, Any]] = ()
+    body: ChatTemplateFields, service: Service, *, tools: Sequence[dict[str, Any]] = (), may_think: bool = True
 ) -> RawPrompt:
-    """tools: those that the model shall know of, OpenAI's tool objects. Raises InvalidRequest."""
+    """tools: those that the model shall know of, OpenAI's tool objects. Raises InvalidRequest.
+
+    may_think: False where a grammar leaves no room for it; the prompt then says so, as far as the template can.
+    """
     check_messages(body.messages)
     template = chat_template_of(body, service)
     kwargs = body.chat_template_kwargs or {}
@@ -29,8 +33,11 @@ async def read_chat_prompt(
         raise InvalidRequest("continue_final_message needs a last message by the assistant", param="messages")
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         kwargs = {**_thinking(body.reasoning_effort, template), **kwargs}
+    elif not may_think and "enable_thinking" in template.source:
+        kwargs = {"enable_thinking": False, **kwargs}
     messages = body.messages
-    if tools and format_of_template(template.tool_source) is None:
+    teaches = service.tool_format is not None and "tools" in template.tool_source
+    if tools and not teaches and format_of_template(template.tool_source) is None:
         messages, tools = with_tool_instructions(messages, tools), ()
 
     def render() -> ChatPrompt:
@@ -51,7 +58,11 @@ async def read_chat_prompt(
     bos = service.tokenizer.bos_token_id
     if body.add_special_tokens and bos is not None and token_ids[:1] != [bos]:
         token_ids = [bos, *token_ids]
-    return RawPrompt(token_ids=token_ids, text=prompt.text, param="messages")
+    text = prompt.text
+    if not may_think and begins_in_reasoning(text):
+        text += _NO_THOUGHT
+        token_ids = [*token_ids, *service.tokenizer.encode(_NO_THOUGHT, add_special_tokens=False)]
+    return RawPrompt(token_ids=token_ids, text=text, param="messages")
 
 
 def chat_template_of(body: ChatTemplateFields, service: Service) -> ChatTemplate:

@@ -24,6 +24,7 @@ from server.frontend.params import (
     resolve_sampling,
     truncate_prompt,
 )
+from server.frontend.tools import FORMATS
 from server.metrics.prometheus import Metrics
 from server.protocol import Ready
 from server.structured import GrammarCompiler
@@ -44,8 +45,6 @@ class ModelInfo:
     """Other names that a request may use."""
     created: int = 0
     """Unix seconds."""
-    tool_format: str | None = None
-    """How the model writes tool calls, one of frontend.tools.FORMATS; None: as its chat template says."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,6 +80,8 @@ class Service:
         self.config = config
         self.limits = config.limits
         self.metrics = metrics
+        self.tool_format = FORMATS.get(config.tool_call_parser)
+        """How the model writes tool calls; None: as its chat template says."""
         self.bodies = BodyReader(
             max_bytes=config.limits.max_body_bytes, max_total_bytes=config.limits.max_body_bytes * _LARGE_BODIES
         )

@@ -11,12 +11,10 @@ from server.api.service import RawPrompt, Service
 from server.api.structured import check, closed
 from server.errors import InvalidRequest, UnsupportedFeature
 from server.frontend.tools import (
-    FORMATS,
     HERMES,
     AnswerParser,
     ParsedDelta,
     ReasoningSplitter,
-    ToolFormat,
     ToolParser,
     begins_in_reasoning,
     format_of_template,
@@ -85,7 +83,8 @@ async def plan_reading(
 ) -> ReadingPlan:
     """grammar: of the response format. Raises InvalidRequest for parameters that are no usable schema."""
     template = chat_template_of(body, service)
-    format_ = _format(template.tool_source, service.model.tool_format)
+    # Hermes' way is also the one that instructions outside the template teach.
+    format_ = service.tool_format or format_of_template(template.tool_source) or HERMES
     if request.must_call:
         functions = [t["function"] for t in request.tools if request.only in (None, t["function"]["name"])]
         tools = [{**function, "parameters": closed(function["parameters"])} for function in functions]
@@ -119,11 +118,6 @@ class _CallsOnly(AnswerParser):
         delta = super().finish()
         delta.content = ""
         return delta
-
-
-def _format(template_source: str, chosen: str | None) -> ToolFormat:
-    """Hermes' way is also the one that instructions outside the template teach."""
-    return format_of_template(template_source) or HERMES if chosen is None else FORMATS[chosen]
 
 
 def _read_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from server.frontend.tools import FORMATS
 from server.tokenizer import ChatTemplate
 from tests.api.conftest import Server, ok
 
@@ -205,6 +206,31 @@ async def test_reasoning(thinking: Server) -> None:
     body = {"max_tokens": 99, "messages": [{"role": "user", "content": "?"}]}
     blocks = ok(await thinking.post("/v1/messages", body))["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tools": None, "response_format": {"type": "json_object"}}, {"tool_choice": "required"}],
+)
+async def test_a_grammar_leaves_no_room_for_thinking(thinking: Server, fields: dict[str, Any]) -> None:
+    """Guards constrained answers of thinking models from being written, and hidden, as thoughts."""
+    ok(await thinking.post(CHAT, chat_body(**fields)))
+    prompt = thinking.tokenizer.decode(thinking.engine.requests[-1].prompt_token_ids)
+    assert prompt.endswith("<think></think>")
+    thinking.app.state.service.chat_template = ChatTemplate("{{ messages[-1].content }}<think>\n")
+    thinking.say('{"a": 1}')
+    [choice] = ok(await thinking.post(CHAT, chat_body(tools=None, response_format={"type": "json_object"})))["choices"]
+    assert choice["message"]["content"] == '{"a": 1}'
+    prompt = thinking.tokenizer.decode(thinking.engine.requests[-1].prompt_token_ids)
+    assert prompt.endswith("<think>\n</think>\n\n")
+
+
+async def test_a_chosen_parser(server: Server) -> None:
+    """Guards --tool-call-parser against being overruled by what the template seems to teach."""
+    server.app.state.service.tool_format = FORMATS["mistral"]
+    server.say('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]')
+    [choice] = ok(await server.post(CHAT, chat_body()))["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["add"]
 
 
 async def test_reasoning_effort(thinking: Server) -> None:
