@@ -50,10 +50,35 @@ class QkvLayout:
     norm_eps: float = 1e-6
 
 
+class Sampler(Protocol):
+    """From logits to tokens in one launch."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        *,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """One token a row, i64[S]; -1 where no logit is finite or one is NaN or +inf.
+
+        logits: [S, V], left as they are. temperature (0: greedy, ties to the lowest id), top_p, min_p: f32[S]. top_k:
+        i32[S], <= 0 is off. seeds, positions: i64[S]; a token depends on its row's values only.
+        """
+
+
 class Ops(Protocol):
-    """Implementations are stateless; weights that they repacked live in what pack_* returned."""
+    """Implementations are stateless; weights that they repacked live in what pack_* returned.
+
+    sampler: None where the server's own sampler is to choose the tokens.
+    """
 
     name: str
+    sampler: Sampler | None
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
         """Zero-filled cache of num_blocks blocks, the null block included."""

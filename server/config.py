@@ -91,6 +91,7 @@ class CacheConfig(_Validated):
     """The paged KV cache."""
 
     block_size: int = setting(16, "tokens a block", low=1, high=256)
+    kv_cache_dtype: str = setting("auto", "of stored keys and values: the model's, or e4m3", choices=("auto", "fp8"))
     kv_cache_memory: int | None = setting(None, "absolute size, e.g. 2GiB; default: from free memory", low=1)
     num_blocks: int | None = setting(None, "exactly so many blocks, instead of a size", low=1)
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory to use", low=0.05, high=1.0)

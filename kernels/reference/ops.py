@@ -8,13 +8,14 @@ import torch.nn.functional as F
 
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Linear, QkvLayout, Weight
+from kernels.ops import Linear, QkvLayout, Sampler, Weight
 
 
 class ReferenceOps:
     """kernels.ops.Ops, readable above all. Each operation computes in float32 and rounds once, at its end."""
 
     name = "reference"
+    sampler: Sampler | None = None
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
         """An 8-bit float cache gets one float32 scale a layer for keys and one for values, both 1."""

@@ -72,8 +72,8 @@ def _splits_of_batch(
 @triton.jit(do_not_specialize=["num_requests", "programs_wanted", "page_table_stride"])
 def decode_kernel(
     out_ptr: tl.tensor,  # [T, H, D]
-    partial_ptr: tl.tensor,  # f32 [work items, KVH, ROWS, D]
-    lse_ptr: tl.tensor,  # f32 [work items, KVH, ROWS], base 2
+    partial_ptr: tl.tensor,  # f32 [work items, KVH, MAX_QUERY * GROUP, D]
+    lse_ptr: tl.tensor,  # f32 [work items, KVH, MAX_QUERY * GROUP], base 2
     q_ptr: tl.tensor,  # [T, H, D]
     key_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, KVH, D]
     value_ptr: tl.tensor,
@@ -180,7 +180,7 @@ def decode_kernel(
         out_offsets = tokens * out_stride_token + heads * HEAD_DIM
         tl.store(out_ptr + out_offsets[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=io_mask)
     else:
-        partial_rows = tl.program_id(0).to(tl.int64) * ROWS + rows
+        partial_rows = tl.program_id(0).to(tl.int64) * (MAX_QUERY * GROUP) + rows
         tl.store(partial_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=io_mask)
         # total is 0 where a window hides the whole split from this row; log2(0) = -inf is then the right weight.
         tl.store(lse_ptr + partial_rows, best + tl.log2(total), mask=row_mask)
@@ -189,8 +189,8 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["num_requests", "programs_wanted"])
 def merge_kernel(
     out_ptr: tl.tensor,  # [T, H, D]
-    partial_ptr: tl.tensor,  # f32 [work items, KVH, ROWS, D]
-    lse_ptr: tl.tensor,  # f32 [work items, KVH, ROWS], base 2
+    partial_ptr: tl.tensor,  # f32 [work items, KVH, MAX_QUERY * GROUP, D]
+    lse_ptr: tl.tensor,  # f32 [work items, KVH, MAX_QUERY * GROUP], base 2
     query_start_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     num_requests: int,
@@ -200,7 +200,6 @@ def merge_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     REQUESTS_PAD: tl.constexpr,
     TILE: tl.constexpr,
@@ -232,7 +231,7 @@ def merge_kernel(
     for start in range(0, num_splits, SPLIT_TILE):
         split = start + tl.arange(0, SPLIT_TILE)
         live = split < num_splits
-        partials = ((first_work + split).to(tl.int64) * NUM_KV_HEADS + head // GROUP) * ROWS + row
+        partials = ((first_work + split).to(tl.int64) * NUM_KV_HEADS + head // GROUP) * (MAX_QUERY * GROUP) + row
         lse = tl.load(lse_ptr + partials, mask=live, other=float("-inf"))
         part_mask = live[:, None] & dim_mask[None, :]
         parts = tl.load(partial_ptr + partials[:, None] * HEAD_DIM + dims[None, :], mask=part_mask, other=0.0)
@@ -282,12 +281,11 @@ def decode_attention(
         meta, block_size=block_size, num_kv_heads=num_kv_heads, programs_wanted=programs_wanted,
         deterministic=deterministic,
     )  # fmt: skip
-    rows = padded(max_query * group, least=16)
-    partial = q.new_empty((num_work, num_kv_heads, rows, head_dim), dtype=torch.float32)
-    lse = q.new_empty((num_work, num_kv_heads, rows), dtype=torch.float32)
+    partial = q.new_empty((num_work, num_kv_heads, max_query * group, head_dim), dtype=torch.float32)
+    lse = q.new_empty((num_work, num_kv_heads, max_query * group), dtype=torch.float32)
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "HEAD_DIM_PAD": padded(head_dim, least=16),
-        "ROWS": rows, "MAX_QUERY": max_query, "REQUESTS_PAD": padded(meta.num_requests, least=REQUESTS_LEAST),
+        "MAX_QUERY": max_query, "REQUESTS_PAD": padded(meta.num_requests, least=REQUESTS_LEAST),
         "TILE": config.tile, "MIN_TILES": max(1, (FIXED_CHUNK if deterministic else MIN_CHUNK) // config.tile),
         "FIXED": deterministic, "WINDOW": window,
     }  # fmt: skip
@@ -297,6 +295,7 @@ def decode_attention(
         scale, meta.num_requests, programs_wanted, meta.page_table.stride(0),
         q.stride(0), q.stride(1), out.stride(0), *key.stride()[:3], *value.stride()[:3],
         BLOCK_SIZE=block_size, SOFT_CAP=soft_cap, SCALED=layer.key_scale is not None, DOT_DTYPE=dot_dtype(q.dtype),
+        ROWS=padded(max_query * group, least=16),
         num_warps=config.num_warps, num_stages=config.num_stages, **constants,
     )  # fmt: skip
     if most_splits > 1:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from kernels.backend import BackendUnavailable
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Linear, QkvLayout, QuantizedWeight, Weight
+from kernels.ops import Linear, QkvLayout, QuantizedWeight, Sampler, Weight
 from kernels.triton.activation import gated_activation
 from kernels.triton.decode_attention import MAX_QUERY_LEN, REQUESTS_LEAST, decode_attention
 from kernels.triton.kv_write import rope_and_write_kv
@@ -14,6 +14,7 @@ from kernels.triton.launch import Target, decode_config, describe, interpreted, 
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.quantized_matmul import can_pack, pack, quantized_matmul
 from kernels.triton.rms_norm import rms_norm
+from kernels.triton.sampling import sample
 
 
 class TritonOps:
@@ -37,6 +38,7 @@ class TritonOps:
             raise BackendUnavailable("backend triton needs a GPU: choose cpu, or TRITON_INTERPRET=1 to debug kernels")
         self._target = target or describe(self._device)
         self._deterministic = deterministic
+        self.sampler: Sampler | None = sample
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
         """An 8-bit float cache gets one float32 scale a layer for keys and one for values, both 1.

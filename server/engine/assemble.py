@@ -53,7 +53,8 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         on_progress=lambda share: report("loading weights", share),
     )
     report("allocating KV cache", 0.0)
-    kv_spec = kv_cache_spec(spec, block_size=config.cache.block_size, dtype=model.dtype)
+    kv_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else model.dtype
+    kv_spec = kv_cache_spec(spec, block_size=config.cache.block_size, dtype=kv_dtype)
     memory = _plan_memory(config, model, kv_spec, device)
     kv_cache = allocate_kv_cache(ops, kv_spec, num_blocks=memory.num_blocks, device=device)
     manager = KVCacheManager(

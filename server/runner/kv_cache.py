@@ -4,7 +4,7 @@ import torch
 
 from kernels.layout import KVCache, KVCacheSpec
 from kernels.ops import Ops
-from server.errors import OutOfMemoryAtStart
+from server.errors import ConfigError, OutOfMemoryAtStart
 from server.models.spec import ModelSpec
 
 
@@ -20,9 +20,12 @@ def kv_cache_spec(spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> KV
 
 
 def allocate_kv_cache(ops: Ops, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
-    """num_blocks: usable ones; the null block comes on top. Raises OutOfMemoryAtStart."""
+    """num_blocks: usable ones; the null block comes on top. Raises OutOfMemoryAtStart, and ConfigError for a dtype that
+    the backend does not have."""
     try:
         return ops.allocate_kv_cache(spec, num_blocks=num_blocks + 1, device=device)
+    except ValueError as error:
+        raise ConfigError(f"--kv-cache-dtype: {error}") from error
     except (MemoryError, RuntimeError) as error:
         wanted = (num_blocks + 1) * spec.bytes_per_block
         raise OutOfMemoryAtStart(

@@ -135,7 +135,8 @@ class ModelRunner:
         if handle.logits is None:
             return SampledTokens(handle.step_id, [], handle.failed)
         states = [row.sampling for row in handle.rows if row.sampling is not None]
-        sampled = sample(handle.logits, states, [item.end for item in handle.items])
+        positions = [item.end for item in handle.items]
+        sampled = sample(handle.logits, states, positions, fused=self._model.ops.sampler)
         results = []
         for index, (row, state) in enumerate(zip(handle.rows, states, strict=True)):
             error = sampled.failed.get(index) or _append(state, sampled.token_ids[index])

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from kernels.ops import Sampler
 from server.protocol import TokenLogprobs
 from server.sampling.logprobs import token_logprobs, top_candidates
 from server.sampling.random import uniforms
@@ -35,14 +36,37 @@ class Sampled:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> Sampled:
+def sample(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int], *, fused: Sampler | None = None
+) -> Sampled:
     """Chooses one token a row.
 
-    logits: float32[S, V], changed in place. positions: of the tokens to be chosen in their sequences.
+    logits: float32[S, V], changed in place. positions: of the tokens to be chosen in their sequences. fused: the
+    backend's own sampler, which draws from the same distributions with other random numbers.
     """
     asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[asking] if asking else None
     failed = _adjust(logits, rows)
+    if fused is None:
+        token_ids = _choose(logits, rows, positions, failed)
+    else:
+        token_ids = _choose_fused(fused, logits, rows, positions)
+    for i, token_id in enumerate(token_ids):
+        if token_id < 0:
+            failed.setdefault(i, "the model's logits are not finite, or no token is allowed")
+            token_ids[i] = 0
+    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    if raw is not None:
+        found = token_logprobs(raw, [token_ids[i] for i in asking], [rows[i].params.logprobs or 0 for i in asking])
+        for i, entry in zip(asking, found, strict=True):
+            logprobs[i] = entry
+    return Sampled(token_ids, logprobs, failed)
+
+
+def _choose(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int], failed: dict[int, str]
+) -> list[int]:
+    """Adds rows that have nothing to choose from to failed."""
     token_ids = _argmax(logits)
     drawing = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     best = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0]
@@ -55,12 +79,23 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequenc
         drawn = _draw(subset, [rows[i] for i in drawing], [positions[i] for i in drawing])
         for i, token_id in zip(drawing, drawn, strict=True):
             token_ids[i] = token_id
-    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-    if raw is not None:
-        found = token_logprobs(raw, [token_ids[i] for i in asking], [rows[i].params.logprobs or 0 for i in asking])
-        for i, entry in zip(asking, found, strict=True):
-            logprobs[i] = entry
-    return Sampled(token_ids, logprobs, failed)
+    return token_ids
+
+
+def _choose_fused(
+    fused: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]
+) -> list[int]:
+    """All rows in one launch; the one wait for the device is at its end. -1 where there is nothing to choose from."""
+    params = [row.params for row in rows]
+    reals = torch.tensor([(0.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for p in params]).t().contiguous()
+    seeds = np.array([p.seed & (2**64 - 1) for p in params], dtype=np.uint64).view(np.int64)
+    integers = torch.stack([torch.from_numpy(seeds), torch.tensor(list(positions))]).to(logits.device)
+    temperature, top_p, min_p = reals.to(logits.device)
+    top_k = torch.tensor([p.top_k for p in params], dtype=torch.int32).to(logits.device)
+    chosen: list[int] = fused(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=integers[0], positions=integers[1]
+    ).tolist()
+    return chosen
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]:

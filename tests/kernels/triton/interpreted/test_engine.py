@@ -11,7 +11,10 @@ from kernels.triton.ops import TritonOps
 from server.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from server.engine.assemble import assemble
 from server.engine.core import EngineCore
-from server.protocol import GenerateRequest
+from server.errors import ConfigError
+from server.protocol import GenerateRequest, SamplingParams
+from server.sampling.row_state import SamplingRow
+from server.sampling.sampler import sample
 from tests.models.checkpoints import make_model, save
 from tests.runner.driver import Driver, greedy, load, token_ids
 from tests.weights.gguf_files import write_gguf
@@ -51,11 +54,38 @@ def test_static_buffers_give_the_reference_tokens(tmp_path: Path) -> None:
     assert [token_ids(result) for result in results] == generate(path, "reference")
 
 
-def serve(path: Path, backend: str) -> dict[str, list[int]]:
+SAMPLED = [
+    SamplingParams(max_tokens=NUM_TOKENS, seed=1, temperature=1.3),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=2**63 + 5, top_k=20, top_p=0.9, logprobs=1),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=3, min_p=0.05, presence_penalty=0.5),
+]
+
+
+def test_sampled_tokens_do_not_depend_on_company(tmp_path: Path) -> None:
+    """The kernel's rows mixed up, or seeds and positions that are the batch's instead of the request's."""
+    model = load(save(make_model("llama"), tmp_path), backend="triton")
+    together = Driver(model).generate(PROMPTS, SAMPLED, chunk=12)
+    alone = [Driver(model).generate([prompt], [params])[0] for prompt, params in zip(PROMPTS, SAMPLED, strict=True)]
+    assert [token_ids(result) for result in together] == [token_ids(result) for result in alone]
+    assert token_ids(alone[0]) != generate(tmp_path, "reference")[0]
+
+
+def test_a_row_without_a_choice_fails_alone() -> None:
+    """A NaN in one row's logits is that request's failure, and no token 0."""
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    best = logits.argmax(-1).tolist()
+    logits[1] = torch.nan
+    rows = [SamplingRow(greedy(4), [1], [], vocab_size=100, device=torch.device("cpu")) for _ in range(3)]
+    sampled = sample(logits, rows, [1, 1, 1], fused=TritonOps("cpu").sampler)
+    assert (sampled.token_ids[0], sampled.token_ids[2]) == (best[0], best[2])
+    assert list(sampled.failed) == [1]
+
+
+def serve(path: Path, backend: str, *, kv_cache_dtype: str = "auto") -> dict[str, list[int]]:
     """Every prompt's tokens from an engine core with too few blocks for all of them at once."""
     config = EngineConfig(
         model=ModelConfig(model=str(path), dtype="float32", max_model_len=48),
-        cache=CacheConfig(block_size=8, num_blocks=7),
+        cache=CacheConfig(block_size=8, num_blocks=7, kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
         device=DeviceConfig(device="cpu", backend=backend),
     )
@@ -85,3 +115,18 @@ def test_engine_gives_the_reference_tokens(tmp_path: Path) -> None:
     assert {name: len(ids) for name, ids in tokens.items()} == {f"r{i}": NUM_TOKENS for i in range(len(PROMPTS))}
     assert tokens == serve(path, "reference")
     assert len(torch.tensor(list(tokens.values())).unique()) > 3, "a checkpoint that repeats itself shows nothing"
+
+
+def test_fp8_cache_is_served(tmp_path: Path) -> None:
+    """A dtype that stops at the configuration: e4m3 must change some token of a random checkpoint, and lose none."""
+    path = save(make_model("llama"), tmp_path)
+    tokens = serve(path, "triton", kv_cache_dtype="fp8")
+    assert {name: len(ids) for name, ids in tokens.items()} == {f"r{i}": NUM_TOKENS for i in range(len(PROMPTS))}
+    assert tokens != serve(path, "reference")
+
+
+def test_fp8_cache_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    """A flag that is accepted and ignored, or a traceback instead of the flag's name."""
+    path = save(make_model("llama"), tmp_path)
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype.*CPU backend"):
+        serve(path, "cpu", kv_cache_dtype="fp8")
