@@ -3,15 +3,12 @@
 import importlib.util
 import logging
 
+from kernels.errors import BackendUnavailable
 from kernels.ops import Ops
 
 BACKENDS = ("auto", "cpu", "triton", "reference")
 
 _log = logging.getLogger(__name__)
-
-
-class BackendUnavailable(ValueError):
-    """The backend that was asked for is unknown or can't serve the device. The message says what to do."""
 
 
 def resolve(name: str, device: str) -> Ops:

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.backend import BackendUnavailable
+from kernels.errors import BackendUnavailable
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, QuantizedWeight, Sampler, Weight

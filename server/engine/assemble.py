@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.backend import BackendUnavailable, resolve
+from kernels.backend import resolve
+from kernels.errors import BackendUnavailable
 from kernels.layout import KVCacheSpec
 from kernels.ops import Ops
 from paging import KVCacheManager

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from kernels.backend import BACKENDS, BackendUnavailable, resolve
+from kernels.backend import BACKENDS, resolve
+from kernels.errors import BackendUnavailable
 from kernels.cpu import CpuOps
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.backend import BackendUnavailable
+from kernels.errors import BackendUnavailable
 from kernels.layout import KVCacheSpec, LayerKV
 from kernels.ops import QkvLayout
 from kernels.reference import ReferenceOps
