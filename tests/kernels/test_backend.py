@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from kernels.backend import BACKENDS, resolve
-from kernels.errors import BackendUnavailable
 from kernels.cpu import CpuOps
+from kernels.errors import BackendUnavailable
 
 
 def test_reference_serves_any_device() -> None:
