@@ -117,16 +117,19 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
 
-class ChatTemplateFields(Body):
-    """How messages become a prompt; /tokenize takes these as well."""
+class TemplateOptions(Body):
+    """How messages become a prompt."""
 
-    messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatTemplateFields(TemplateOptions):
+    messages: list[dict[str, Any]]
 
 
 class ChatBody(GenerationBody, ChatTemplateFields):
@@ -143,22 +146,18 @@ class ChatBody(GenerationBody, ChatTemplateFields):
     safety_identifier: str | None = None
 
 
-class TokenizeBody(Body):
-    """Either prompt or messages; the other fields are those of the one or the other."""
+class TokenizeBody(TemplateOptions):
+    """Either prompt or messages; of a prompt, add_special_tokens is the only option."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
-
-class TokenizeTextBody(Body):
-    prompt: str
-    add_special_tokens: bool | None = None
-
-
-class TokenizeChatBody(ChatTemplateFields):
-    pass
+    def as_chat(self) -> ChatTemplateFields:
+        return ChatTemplateFields.model_validate(
+            {name: getattr(self, name) for name in ChatTemplateFields.model_fields}
+        )
 
 
 class DetokenizeBody(Body):
@@ -173,10 +172,9 @@ def parse(body_type: type[_B], body: bytes) -> _B:
     except ValidationError as error:
         raise invalid_request(error) from None
     unknown = parsed.model_extra or {}
-    if isinstance(parsed, GenerationBody):
-        refuse_unsupported(unknown)
-        if parsed.stream_options is not None and not parsed.stream:
-            raise InvalidRequest("stream_options needs stream = true", param="stream_options")
+    refuse_unsupported(unknown)
+    if isinstance(parsed, GenerationBody) and parsed.stream_options is not None and not parsed.stream:
+        raise InvalidRequest("stream_options needs stream = true", param="stream_options")
     for name in unknown.keys() - NAMES:
         _note_unknown(name)
     return parsed

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from server.api.chat_prompt import read_chat_prompt
 from server.api.errors import json_response
 from server.api.routing import add_post
-from server.api.schemas import DetokenizeBody, TokenizeBody, TokenizeChatBody, TokenizeTextBody, parse
+from server.api.schemas import DetokenizeBody, TokenizeBody, parse
 from server.api.service import Service
 from server.api.tools import read_tools
 from server.errors import InvalidRequest
@@ -23,15 +23,12 @@ def tokenize_router(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         service.check_model(body.model)
-        if body.messages is not None:
-            chat = parse(TokenizeChatBody, raw)
-            token_ids = (
-                await read_chat_prompt(chat, service, tools=read_tools(chat.tools, None, None).tools)
-            ).token_ids
+        if body.prompt is None:
+            tools = read_tools(body.tools, None, None).tools
+            token_ids = (await read_chat_prompt(body.as_chat(), service, tools=tools)).token_ids
         else:
-            text = parse(TokenizeTextBody, raw)
             token_ids = await service.encode(
-                text.prompt, add_special_tokens=text.add_special_tokens is not False, param="prompt"
+                body.prompt, add_special_tokens=body.add_special_tokens is not False, param="prompt"
             )
         ready = service.client.state.ready
         answer: dict[str, Any] = {

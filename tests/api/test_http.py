@@ -199,6 +199,19 @@ async def test_tokenize(server: Server) -> None:
     assert (await server.post("/detokenize", {"tokens": [10**9]})).status_code == 400
 
 
+async def test_tokenize_calls_no_field_ignored_that_it_honors(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the note on unknown fields: it named those of the prompt, and of the messages, to the other's reader."""
+    monkeypatch.setattr("server.api.schemas._seen_unknown", set())
+    caplog.set_level("INFO", logger="pageturner.api")
+    text = {"model": MODEL, "prompt": "x", "add_special_tokens": False, "return_token_strs": True}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": False, "oddity": 1}
+    for body in (text, chat):
+        ok(await server.post("/tokenize", body))
+    assert [record.event_fields["field"] for record in caplog.records] == ["oddity"]
+
+
 @pytest.mark.parametrize(
     ("kind", "status"),
     [

@@ -138,6 +138,21 @@ async def test_bodies(server: Server, body: bytes) -> None:
         check_error(await server.post(path, body))
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hi", "guided_json": {}}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "guided_json": {}}),
+        ("/tokenize", {"prompt": "hi", "guided_json": {}}),
+    ],
+)
+async def test_known_fields_that_nothing_honors_are_refused_everywhere(
+    server: Server, path: str, body: dict[str, Any]
+) -> None:
+    """Guards against the one endpoint that ignores without a word what the others refuse."""
+    check_error(await server.post(path, body), param="guided_json")
+
+
 async def test_lone_surrogates(server: Server) -> None:
     """Guards the tokenizer from text that is no Unicode."""
     check_error(await server.post("/v1/completions", json.dumps({"prompt": "\ud800"}).encode()))
