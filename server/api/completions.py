@@ -39,7 +39,12 @@ def completions_router(service: Service) -> APIRouter:
 async def _make_job(request: Request, body: CompletionBody, service: Service) -> Job:
     service.check_model(body.model)
     service.ready()
-    prompts = await read_prompts(body.prompt, service=service, add_special_tokens=body.add_special_tokens is not False)
+    prompts = await read_prompts(
+        body.prompt,
+        service=service,
+        add_special_tokens=body.add_special_tokens is not False,
+        may_exceed=body.truncate_prompt_tokens is not None,
+    )
     options = body.sampling_options(
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,

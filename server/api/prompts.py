@@ -6,13 +6,20 @@ from server.api.service import RawPrompt, Service
 from server.errors import InvalidRequest
 
 
-async def read_prompts(prompt: Any, *, service: Service, add_special_tokens: bool) -> list[RawPrompt]:
-    """One RawPrompt a prompt, in order. Raises InvalidRequest for every other shape."""
+async def read_prompts(
+    prompt: Any, *, service: Service, add_special_tokens: bool, may_exceed: bool = False
+) -> list[RawPrompt]:
+    """One RawPrompt a prompt, in order. may_exceed: the context, since they will be truncated.
+
+    Raises InvalidRequest for every other shape.
+    """
     return [
         RawPrompt(token_ids=item, text=None, param="prompt")
         if isinstance(item, list)
         else RawPrompt(
-            token_ids=await service.encode(item, add_special_tokens=add_special_tokens, param="prompt"),
+            token_ids=await service.encode(
+                item, add_special_tokens=add_special_tokens, param="prompt", may_exceed=may_exceed
+            ),
             text=item,
             param="prompt",
         )

@@ -103,10 +103,13 @@ class Service:
     def bounds(self) -> ModelBounds:
         return ModelBounds.of(self.ready(), tokenizer_vocab_size=self.tokenizer.vocab_size)
 
-    async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        """Refuses what can't fit before it is encoded: a text of megabytes costs next to nothing."""
+    async def encode(self, text: str, *, add_special_tokens: bool, param: str, may_exceed: bool = False) -> list[int]:
+        """Refuses what can't fit before it is encoded: a text of megabytes costs next to nothing.
+
+        may_exceed: it will be truncated.
+        """
         at_least, most = self.tokenizer.min_num_tokens(text), self.ready().max_model_len
-        if at_least > most:
+        if at_least > most and not may_exceed:
             raise PromptTooLong(
                 f"This model's maximum context length is {most} tokens, the prompt has {at_least} or more",
                 param=param,

@@ -256,6 +256,12 @@ async def test_truncation_to_what_fits(server: Server) -> None:
     assert len(server.engine.requests[-1].prompt_token_ids) == 2000
 
 
+async def test_a_text_beyond_the_context_is_truncated(server: Server) -> None:
+    """Guards against refusing, as too long, the very texts that truncation is for."""
+    await server.complete("lorem ipsum " * 20_000, truncate_prompt_tokens=7)
+    assert len(server.engine.requests[-1].prompt_token_ids) == 7
+
+
 @pytest.mark.parametrize("path", BOTH)
 async def test_model_names(server: Server, path: str) -> None:
     """Guards 404 model_not_found, and that the answer says the name that was asked for."""
