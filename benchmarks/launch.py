@@ -1,13 +1,12 @@
 """A server of our own for the length of a benchmark."""
 
 import http.client
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,25 +56,31 @@ def free_port() -> int:
 
 
 @contextmanager
-def launched(*flags: str) -> Iterator[Launched]:
-    """`pageturner serve` with these flags. Raises RuntimeError, with the log's end, where it doesn't become ready."""
-    port = free_port()
-    command = [sys.executable, "-m", "server", "serve", "--port", str(port), *flags]
+def running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The command's process and the log it writes. Ended afterwards: by SIGTERM, and by force where that takes long."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         log = Path(folder) / "log"
-        begin = time.perf_counter()
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            _wait_ready(process, port, log)
-            yield Launched(process, port, time.perf_counter() - begin, log)
+            yield process, log
         finally:
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
             try:
                 process.wait(END_LIMIT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextmanager
+def launched(*flags: str) -> Iterator[Launched]:
+    """`pageturner serve` with these flags. Raises RuntimeError, with the log's end, where it doesn't become ready."""
+    port = free_port()
+    begin = time.perf_counter()
+    with running([sys.executable, "-m", "server", "serve", "--port", str(port), *flags]) as (process, log):
+        _wait_ready(process, port, log)
+        yield Launched(process, port, time.perf_counter() - begin, log)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -7,10 +7,8 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +17,10 @@ from typing import Any
 
 import psutil
 
+from benchmarks.launch import free_port, running
+
 MODEL = "SmolLM2-135M-Instruct"
 _START_LIMIT_S = 180.0
-_END_LIMIT_S = 60.0
 _WITH_FAULTS = """
 import dataclasses, sys
 from server import config, serve
@@ -120,27 +119,13 @@ class Victim:
 @contextmanager
 def victim(*flags: str, faults: str = "") -> Iterator[Victim]:
     """flags: as for `pageturner serve`; with faults, `engine.cache.num_blocks=256` and the like instead."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
+    port = free_port()
     if faults:
         command = [sys.executable, "-c", _WITH_FAULTS, faults, f"api.port={port}", *flags]
     else:
         command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), *flags]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            yield Victim(process, port, log)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(_END_LIMIT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+    with running(command) as (process, log):
+        yield Victim(process, port, log)
 
 
 @dataclasses.dataclass(slots=True)
