@@ -127,6 +127,8 @@ class EngineConfig(_Validated):
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     faults: str = setting("", "fault injection for tests, see server/engine/faults.py", internal=True)
+    log_format: str = setting("text", "the server's own: both processes write to one stream", internal=True)
+    log_level: str = setting("info", "the server's own", internal=True)
 
 
 @dataclass(frozen=True, slots=True)

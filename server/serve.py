@@ -112,7 +112,10 @@ def _listen(config: ServerConfig) -> socket.socket:
 async def _serve(config: ServerConfig, files: ModelFiles, sock: socket.socket) -> int:
     # The engine gets what was located, not what was asked for: a hub id is resolved once.
     engine_config = dataclasses.replace(
-        config.engine, model=dataclasses.replace(config.engine.model, model=str(files.path))
+        config.engine,
+        model=dataclasses.replace(config.engine.model, model=str(files.path)),
+        log_format=config.api.log_format,
+        log_level=config.api.log_level,
     )
     name = config.engine.model.served_model_name or files.name
     metrics = Metrics(namespace=config.api.metrics_namespace, model_name=name)

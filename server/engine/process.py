@@ -17,6 +17,7 @@ from server.config import EngineConfig
 from server.engine.channel import ChannelClosed, EngineChannel
 from server.engine.loop import EngineLoop
 from server.errors import StartupError
+from server.metrics.logging import configure_logging
 from server.protocol import Loading, StartupFailed
 
 _PR_SET_PDEATHSIG = 1
@@ -42,6 +43,13 @@ def serve(channel: EngineChannel, config: EngineConfig) -> None:
     EngineLoop(core, channel).run()
 
 
+def read_config(channel: EngineChannel) -> EngineConfig:
+    """The configuration, which also says how to log from now on. Raises ChannelClosed, TimeoutError."""
+    config = msgspec.json.decode(channel.receive_first(_CONFIG_TIMEOUT_S), type=EngineConfig)
+    configure_logging(log_format=config.log_format, level=config.log_level)
+    return config
+
+
 def _die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -51,11 +59,10 @@ def main() -> int:
     _die_with_parent()
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the API process gets them too, drains, and sends Shutdown
         signal.signal(ignored, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging()
     channel = EngineChannel(socket.socket(fileno=int(sys.argv[1])))
     try:
-        config = msgspec.json.decode(channel.receive_first(_CONFIG_TIMEOUT_S), type=EngineConfig)
-        serve(channel, config)
+        serve(channel, read_config(channel))
     except ChannelClosed:
         return 0
     except Exception:
