@@ -72,7 +72,8 @@ class Sampler(Protocol):
 
 
 class Ops(Protocol):
-    """Implementations are stateless; weights that they repacked live in what pack_* returned.
+    """Weights that an implementation repacked live in what pack_* returned. At most it remembers what it derived from
+    the newest step's metadata, which all layers share: one thread at a time.
 
     sampler: None where the server's own sampler is to choose the tokens.
     """

@@ -10,6 +10,7 @@ from typing import Final, TypeGuard
 
 import torch
 
+from kernels.cpu.linear import dense
 from kernels.cpu.native_lib import DTYPES, Linear
 from kernels.ops import QuantizedWeight, Weight
 
@@ -76,8 +77,8 @@ class PackedLinear:
     def _pack(self, kind: int, weights: Sequence[Weight]) -> Linear:
         threads = torch.get_num_threads()
         if kind == DENSE:
-            dense = [_dense(weight).to(self._dtype) for weight in weights]
-            source = (torch.cat(dense) if len(dense) > 1 else dense[0]).contiguous()
+            parts = [dense(weight, self._dtype) for weight in weights]
+            source = (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
             rows, columns = source.shape
             dtype = DTYPES[self._dtype]
             data = torch.empty(self._lib.pt_dense_bytes(rows, columns, dtype), dtype=torch.uint8)
@@ -124,7 +125,3 @@ class QuantizedEmbedding:
 
 def _kind(weight: Weight) -> int:
     return KINDS[weight.kind] if keeps(weight) else DENSE
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()

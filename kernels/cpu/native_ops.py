@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kernels.cpu import CpuOps
+from kernels.cpu.linear import dense
 from kernels.cpu.native_lib import DTYPES, Step, load, step_of
 from kernels.cpu.native_linear import KINDS, PackedLinear, QuantizedEmbedding, keeps
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
@@ -72,7 +73,7 @@ class NativeOps(CpuOps):
         """In bfloat16, quantised weights stay so; in float32 they are dequantised: that path is exact."""
         if dtype not in DTYPES or out_dtype not in (None, *DTYPES) or _in_features(weights[0]) % 2:
             return super().pack_linear(weights, bias, dtype=dtype, out_dtype=out_dtype)
-        weights = [weight if self._multiplies(weight, dtype) else _dense(weight) for weight in weights]
+        weights = [weight if self._multiplies(weight, dtype) else dense(weight, dtype) for weight in weights]
         return PackedLinear(self.lib, weights, bias, dtype=dtype, out_dtype=out_dtype or dtype)
 
     def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
@@ -230,7 +231,3 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
 def _in_features(weight: Weight) -> int:
     return weight.shape[1] if isinstance(weight, torch.Tensor) else weight.in_features
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
