@@ -339,8 +339,3 @@ def engine_environment(num_threads: int | None) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
     threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
     return {"OMP_WAIT_POLICY": "PASSIVE"} | kept | threads
-
-
-def hub_is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids downloads."""
-    return os.environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
