@@ -37,7 +37,7 @@ def serve(channel: EngineChannel, config: EngineConfig) -> None:
     try:
         core, ready = assemble(config, report)
     except StartupError as error:
-        channel.send(StartupFailed(str(error), type(error).__name__))
+        channel.send(StartupFailed(str(error)))
         return
     channel.send(ready)
     EngineLoop(core, channel).run()

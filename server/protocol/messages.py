@@ -89,8 +89,6 @@ class StartupFailed(msgspec.Struct, frozen=True, tag="startup_failed"):
     """The engine can't start and says why; it exits after this."""
 
     message: str
-    kind: str
-    """Class name of the StartupError."""
 
 
 class StepBegun(msgspec.Struct, frozen=True, tag="step_begun"):

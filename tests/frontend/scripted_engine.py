@@ -81,7 +81,7 @@ class ScriptedEngine:
         self.script.engines += 1
         if self.script.startup_failures:
             self.script.startup_failures -= 1
-            self.channel.send(StartupFailed("no such model", "ModelLoadError"))
+            self.channel.send(StartupFailed("no such model"))
             return
         if self.script.die_before_ready and self.script.engines > 1:
             self.script.die_before_ready -= 1
