@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from server.api.schemas import Body, ChatBody, invalid_request
 from server.errors import InvalidRequest, UnsupportedFeature
 
-_LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 """Reasoning comes in the clear here, so there is nothing to encrypt for the client to carry."""
 
 
@@ -64,10 +64,10 @@ def as_chat_body(body: ResponsesBody) -> ChatBody:
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME_IN_CHAT}
     chat["messages"] = _messages(body)
     chat["max_completion_tokens"] = body.max_output_tokens
-    if _LOGPROBS in (body.include or ()):
+    if LOGPROBS in (body.include or ()):
         chat["logprobs"], chat["top_logprobs"] = True, body.top_logprobs
     elif body.top_logprobs:
-        raise InvalidRequest(f"top_logprobs needs include = [{_LOGPROBS!r}]", param="top_logprobs")
+        raise InvalidRequest(f"top_logprobs needs include = [{LOGPROBS!r}]", param="top_logprobs")
     if body.tools:
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     chat["tool_choice"] = _tool_choice(body.tool_choice)

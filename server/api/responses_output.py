@@ -7,7 +7,7 @@ from typing import Any
 from server.api.answers import Event
 from server.api.errors import as_serving_error
 from server.api.logprobs import chat_logprobs
-from server.api.responses_input import ResponsesBody
+from server.api.responses_input import LOGPROBS, ResponsesBody
 from server.frontend.generation import Usage
 from server.frontend.output import Piece
 from server.frontend.tools.deltas import ToolCallDelta
@@ -23,7 +23,7 @@ class ResponseBuilder:
 
     def __init__(self, body: ResponsesBody, *, model: str, created: int, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._want_logprobs = bool(body.include and "message.output_text.logprobs" in body.include)
+        self._want_logprobs = LOGPROBS in (body.include or ())
         self._sequence_number = 0
         self._open: dict[str, Any] | None = None
         self.answer: dict[str, Any] = {
