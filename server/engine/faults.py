@@ -26,9 +26,9 @@ class FaultyRunner:
 
     def __init__(self, runner: Runner, faults: str) -> None:
         self._runner = runner
-        self._faults = [_parse(fault) for fault in faults.split(",")]
-        self._bad_tokens: dict[int, str] = {int(arg): kind for kind, arg in self._faults if kind.endswith("-on-token")}
-        self._stages = {arg: kind for kind, arg in self._faults if kind.endswith("-in")}
+        parsed = [_parse(fault) for fault in faults.split(",")]
+        self._bad_tokens = {int(arg): kind for kind, arg in parsed if kind.endswith("-on-token")}
+        self._stages = {arg: kind for kind, arg in parsed if kind.endswith("-in")}
         self._bad_rows: dict[int, str] = {}
         self._num_calls = 0
 

@@ -166,7 +166,7 @@ class Books:
                 )
         if any(request.num_computed_tokens or request.row != NO_ROW for request in self.waiting):
             raise InvariantViolation("a waiting request has a row or computed tokens")
-        if any(manager_row for row in self.free_rows if (manager_row := self.manager.blocks_of(row))):
+        if any(map(self.manager.blocks_of, self.free_rows)):
             raise InvariantViolation("a free row holds blocks")
         if not self.inflight.owners() <= set(self.running):
             raise InvariantViolation("a block is awaited from a request that does not run")
