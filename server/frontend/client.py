@@ -10,7 +10,7 @@ class EngineState(Protocol):
     """What probes and metrics read; no await, no engine round trip."""
 
     phase: str
-    """"starting", "loading weights", ..., "ready", "restarting", "draining", "failed"."""
+    """"starting", "loading weights", ..., "ready", "stalled", "restarting", "draining", "stopped", "failed"."""
     loading: Loading | None
     ready: Ready | None
     """The newest Ready; stays set over a restart."""
