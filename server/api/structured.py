@@ -1,6 +1,5 @@
 """response_format (OpenAI's) and structured_outputs (vLLM's) -> the grammar that the output must follow."""
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -28,15 +27,10 @@ async def checked_grammar(
     if by_format is not None and by_option is not None:
         raise InvalidRequest("response_format and structured_outputs exclude each other", param="structured_outputs")
     if by_format is not None:
-        await check(by_format, compiler, param="response_format")
+        await compiler.check(by_format, param="response_format")
     if by_option is not None:
-        await check(by_option, compiler, param="structured_outputs")
+        await compiler.check(by_option, param="structured_outputs")
     return by_format or by_option
-
-
-async def check(spec: GrammarSpec, compiler: GrammarCompiler, *, param: str) -> None:
-    """Compiles it, off the event loop."""
-    await asyncio.to_thread(compiler.check, spec, param=param)
 
 
 def as_json(value: Any) -> str:

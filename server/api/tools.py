@@ -8,7 +8,7 @@ from typing import Any
 from server.api.chat_prompt import chat_template_of
 from server.api.schemas import ChatTemplateFields
 from server.api.service import RawPrompt, Service
-from server.api.structured import check, closed
+from server.api.structured import closed
 from server.errors import InvalidRequest, UnsupportedFeature
 from server.frontend.tools import (
     HERMES,
@@ -89,7 +89,7 @@ async def plan_reading(
         functions = [t["function"] for t in request.tools if request.only in (None, t["function"]["name"])]
         tools = [{**function, "parameters": closed(function["parameters"])} for function in functions]
         grammar = tool_grammar(format_, tools, service.tokenizer, parallel=request.asked_parallel)
-        await check(grammar, service.grammars, param="tools")
+        await service.grammars.check(grammar, param="tools")
     thinks = "<think>" in template.source and grammar is None  # a grammar leaves no room for it
     if not request.tools and not thinks:
         return ReadingPlan(grammar, None)

@@ -1,5 +1,6 @@
 """Grammars, compiled once each, off the step thread."""
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,10 +73,14 @@ class GrammarCompiler:
         """Whether start() would return, or raise, at once. Begins to compile where that was not done before."""
         return self.prepare(spec).done()
 
-    def check(self, spec: GrammarSpec, *, param: str = "response_format") -> None:
-        """Raises InvalidRequest that says what is wrong. Blocks while it compiles: mostly milliseconds, at most 1 s."""
+    async def check(self, spec: GrammarSpec, *, param: str = "response_format") -> None:
+        """Raises InvalidRequest that says what is wrong. It takes mostly milliseconds, at most 1 s, and no thread.
+
+        So clients with slow grammars wait for one another, but nobody who wants a thread waits for them.
+        """
         try:
-            self.prepare(spec).result()
+            # Shielded: others wait for the same grammar, so whoever gives up must not cancel it.
+            await asyncio.shield(asyncio.wrap_future(self.prepare(spec)))
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param) from error
 

@@ -1,7 +1,9 @@
 """What can't be compiled is refused with a reason; what can is compiled once."""
 
+import asyncio
 import json
 from concurrent.futures import wait
+from threading import Event
 from typing import Any
 
 import pytest
@@ -63,7 +65,7 @@ MANY_PROPERTIES = {"type": "object", "properties": {f"p{i}": {"type": "string"} 
 def test_refused(compiler: GrammarCompiler, spec: GrammarSpec, message: str) -> None:
     """Guards the 400: broken and explosive grammars say what is wrong, for the field the client sent."""
     with pytest.raises(InvalidRequest, match=message) as caught:
-        compiler.check(spec, param="structured_outputs")
+        asyncio.run(compiler.check(spec, param="structured_outputs"))
     assert caught.value.param == "structured_outputs"
     assert len(caught.value.message) < 700
 
@@ -86,7 +88,7 @@ def test_refused(compiler: GrammarCompiler, spec: GrammarSpec, message: str) -> 
 )
 def test_large_but_fine(compiler: GrammarCompiler, spec: GrammarSpec) -> None:
     """Guards against refusing what only looks explosive."""
-    compiler.check(spec)
+    asyncio.run(compiler.check(spec))
 
 
 def test_format_in_data_is_kept(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -114,15 +116,13 @@ def test_compiles_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) ->
     assert compiled == ["a", "b", "c", "a"]
     for _ in range(2):
         with pytest.raises(InvalidRequest):
-            compiler.check(GrammarSpec("regex", "("))
+            asyncio.run(compiler.check(GrammarSpec("regex", "(")))
     assert compiled[4:] == ["("]
     compiler.close()
 
 
 def test_off_the_calling_thread(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the step thread: is_ready() begins to compile and returns at once."""
-    from threading import Event
-
     gate = Event()
     original = compiler_module.grammar_text
 
@@ -155,5 +155,33 @@ def test_model_without_end_token(tokenizer: Tokenizer) -> None:
     """Guards a base model that names no end token: refused, instead of outputs that can't end."""
     compiler = GrammarCompiler(tokenizer, end_token_ids=[])
     with pytest.raises(InvalidRequest, match="end token"):
-        compiler.check(GrammarSpec("regex", "a"))
+        asyncio.run(compiler.check(GrammarSpec("regex", "a")))
+    compiler.close()
+
+
+def test_waiting_clients_hold_no_threads(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long prompts, which are encoded on the same threads, from clients that send slow grammars."""
+    go_on = Event()
+    original = compiler_module.grammar_text
+
+    def slow(spec: GrammarSpec, *, param: str) -> str:
+        assert go_on.wait(60)
+        return original(spec, param=param)
+
+    monkeypatch.setattr(compiler_module, "grammar_text", slow)
+    compiler = GrammarCompiler(tokenizer)
+
+    async def main() -> None:
+        checks = [asyncio.create_task(compiler.check(GrammarSpec("regex", f"a{number}"))) for number in range(40)]
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(30):
+                await asyncio.to_thread(int)
+            checks[1].cancel()
+        finally:
+            go_on.set()
+        await asyncio.gather(*checks[:1], *checks[2:])
+        await compiler.check(GrammarSpec("regex", "a1"))  # its first client has gone, and took nothing along
+
+    asyncio.run(main())
     compiler.close()

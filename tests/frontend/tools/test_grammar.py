@@ -1,5 +1,6 @@
 """tool_choice "required" and named: whatever is sampled under the grammar is a call that the parser reads."""
 
+import asyncio
 import json
 import random
 from collections.abc import Iterator
@@ -109,8 +110,9 @@ def test_marker_that_is_a_control_token(tokenizer: Tokenizer, compiler: GrammarC
 @pytest.mark.parametrize(("parameters", "message"), [(5, "JSON object"), ({"type": "banana"}, "banana")])
 def test_bad_parameters(tokenizer: Tokenizer, compiler: GrammarCompiler, parameters: Any, message: str) -> None:
     """Guards the 400 of a tool whose parameters are no schema."""
+    tools = [{"name": "f", "parameters": parameters}]
     with pytest.raises(InvalidRequest, match=message):
-        compiler.check(tool_grammar(HERMES, [{"name": "f", "parameters": parameters}], tokenizer, parallel=True))
+        asyncio.run(compiler.check(tool_grammar(HERMES, tools, tokenizer, parallel=True)))
 
 
 def test_instructions() -> None:
