@@ -51,8 +51,7 @@ async def read_chat_prompt(
             kwargs=kwargs,
         )
 
-    num_chars = sum(_num_chars(message.get("content")) for message in messages)
-    slow = body.chat_template is not None or num_chars >= ENCODE_IN_THREAD_CHARS
+    slow = body.chat_template is not None or _is_long(messages, tools, kwargs)
     prompt = await asyncio.to_thread(render) if slow else render()
     token_ids = prompt.token_ids
     bos = service.tokenizer.bos_token_id
@@ -87,11 +86,15 @@ def _thinking(effort: str, template: ChatTemplate) -> dict[str, Any]:
     raise UnsupportedFeature("reasoning_effort is not supported by this model", param="reasoning_effort")
 
 
-def _num_chars(content: Any) -> int:
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, list):
-        return sum(
-            len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
-    return 0
+def _is_long(*values: Any) -> bool:
+    """Whether JSON values hold long texts or many things: a template may write all of it."""
+    left = ENCODE_IN_THREAD_CHARS
+    unseen = list(values)
+    while unseen and left > 0:
+        value = unseen.pop()
+        left -= len(value) if isinstance(value, str) else 1
+        if isinstance(value, dict):
+            unseen.extend(value.values())
+        elif isinstance(value, list | tuple):
+            unseen.extend(value)
+    return left <= 0

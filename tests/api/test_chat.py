@@ -1,15 +1,20 @@
 """POST /v1/chat/completions against a scripted engine."""
 
+import threading
 from typing import Any
 
 import pytest
 
+from server.api import chat_prompt
+from server.tokenizer import ChatPrompt
 from tests.api.conftest import REPLY, Server, ok
 
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+LONG_TOOL = {"type": "function", "function": {"name": "f", "description": "d" * 5000}}
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -165,3 +170,31 @@ async def test_control_tokens_in_user_text(server: Server) -> None:
     start = server.tokenizer.token_to_id("<|im_start|>")
     await server.chat("hi")
     assert ids.count(start) == server.engine.requests[-1].prompt_token_ids.count(start)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_long"),
+    [
+        ({"messages": [user("Hi")]}, False),
+        ({"messages": [user("Hi " * 2000)]}, True),
+        ({"messages": [user([{"type": "text", "text": "Hi " * 2000}])]}, True),
+        ({"messages": [user("Hi")] * 3000}, True),
+        ({"messages": [user("Hi")], "chat_template_kwargs": {"extra": ["Hi " * 2000]}}, True),
+        ({"messages": [user("Hi")], "tools": [LONG_TOOL]}, True),
+    ],
+    ids=["short", "text", "parts", "many", "kwargs", "tools"],
+)  # fmt: skip
+async def test_what_is_long_is_rendered_off_the_event_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], is_long: bool
+) -> None:
+    """Guards everyone's streams from one prompt of megabytes, whatever field brings them."""
+    threads: list[threading.Thread] = []
+    original = chat_prompt.encode_chat
+
+    def encode_chat(*args: Any, **kwargs: Any) -> ChatPrompt:
+        threads.append(threading.current_thread())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(chat_prompt, "encode_chat", encode_chat)
+    await server.post(CHAT, fields)
+    assert [thread is not threading.current_thread() for thread in threads] == [is_long]
