@@ -51,8 +51,10 @@ async def read_chat_prompt(
             kwargs=kwargs,
         )
 
-    slow = body.chat_template is not None or _is_long(messages, tools, kwargs)
-    prompt = await asyncio.to_thread(render) if slow else render()
+    if body.chat_template is not None:
+        prompt = await asyncio.get_running_loop().run_in_executor(service.template_threads, render)
+    else:
+        prompt = await asyncio.to_thread(render) if _is_long(messages, tools, kwargs) else render()
     token_ids = prompt.token_ids
     bos = service.tokenizer.bos_token_id
     if body.add_special_tokens and bos is not None and token_ids[:1] != [bos]:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ ENCODE_IN_THREAD_CHARS = 4096
 """Longer texts are encoded off the event loop: a step's tokens must not wait for them."""
 _LARGE_BODIES = 8
 """How many bodies of the largest size may be arriving at once."""
+_TEMPLATE_THREADS = 2
 _MAX_SALT_CHARS = 256
 _PRIORITY_LIMIT = 1 << 31
 
@@ -85,6 +87,8 @@ class Service:
         self.bodies = BodyReader(
             max_bytes=config.limits.max_body_bytes, max_total_bytes=config.limits.max_body_bytes * _LARGE_BODIES
         )
+        self.template_threads = ThreadPoolExecutor(_TEMPLATE_THREADS, thread_name_prefix="template")
+        """For templates out of requests: a slow one makes others of its kind wait, and nobody else."""
         self.grammars = GrammarCompiler(tokenizer, max_source_bytes=config.limits.max_grammar_bytes)
 
     def check_model(self, name: str | None) -> None:

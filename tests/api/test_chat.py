@@ -198,3 +198,16 @@ async def test_what_is_long_is_rendered_off_the_event_loop(
     monkeypatch.setattr(chat_prompt, "encode_chat", encode_chat)
     await server.post(CHAT, fields)
     assert [thread is not threading.current_thread() for thread in threads] == [is_long]
+
+
+async def test_templates_of_requests_have_threads_of_their_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long prompts, which take the common threads, from clients whose templates take seconds."""
+    threads: list[str] = []
+
+    def encode_chat(*_args: Any, **_kwargs: Any) -> ChatPrompt:
+        threads.append(threading.current_thread().name)
+        return ChatPrompt("a", [5])
+
+    monkeypatch.setattr(chat_prompt, "encode_chat", encode_chat)
+    ok(await server.post(CHAT, {"messages": [user("Hi")], "chat_template": "a"}))
+    assert [name.partition("_")[0] for name in threads] == ["template"]
