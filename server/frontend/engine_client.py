@@ -255,7 +255,7 @@ class SupervisedEngine:
         while not self._stopping:
             try:
                 how = await self._run_one_engine()
-            except OSError as error:  # no process, no file descriptor left: as passing as a crash
+            except (OSError, RuntimeError) as error:  # no process, file or thread to be had: as passing as a crash
                 how = str(error)
             if self._stopping:
                 return

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Coroutine
 
 import pytest
 
+from server.config import EngineConfig
 from server.errors import EngineRestarting, Overloaded, StartupError
 from server.frontend.engine_client import SupervisedEngine
+from server.frontend.launcher import EngineHandle
 from server.frontend.service_rate import ServiceRate
 from server.protocol import FinishReason, GenerateRequest, OutputDelta
 from tests.frontend.scripted_engine import CONFIG, POISON, POISON_LATER, Script, launcher, request
@@ -90,6 +92,33 @@ def test_a_kill_during_the_restart_accuses_nobody() -> None:
             assert tokens(await collect(client, request("a"))) == expected(8)
             assert client.state.num_restarts == 3
             assert not any(r.run_alone for r in script.received)
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [OSError("no process left"), RuntimeError("can't start new thread")])
+def test_a_launch_that_fails_is_tried_again(error: Exception) -> None:
+    """Regression: a machine short of processes or threads for a moment ended the supervisor, and nobody was told."""
+
+    class ShortLauncher:
+        def __init__(self, script: Script) -> None:
+            self.launcher = launcher(script)
+            self.errors = iter([None, error, None])
+
+        def launch(self, config: EngineConfig) -> EngineHandle:
+            if failure := next(self.errors):
+                raise failure
+            return self.launcher.launch(config)
+
+    async def main() -> None:
+        script = Script(die_at_step=2)
+        script.hold.set()
+        client = SupervisedEngine(ShortLauncher(script), CONFIG, max_queue=10, step_timeout_s=20)
+        await client.start()
+        await client.wait_ready()
+        assert tokens(await collect(client, request("a"))) == expected(8)
+        assert client.state.num_restarts == 2
+        await client.stop()
 
     run(main())
 
