@@ -32,6 +32,8 @@ def parse_number(text: str) -> int:
         raise ValueError(f"{text!r} is not a number; write it like 4096, 4k, 4K, 512MiB or 2GiB")
     number, unit, suffix = match.groups()
     scale = _UNITS[unit.upper()] if suffix == "iB" else _UNITS[unit.lower()] if suffix == "B" else _UNITS[unit]
+    if scale == 1 and "." in number:
+        raise ValueError(f"{text!r} is not a whole number")
     return int(float(number) * scale)
 
 
@@ -62,9 +64,9 @@ class _Validated:
                 continue
             if meta["choices"] and value not in meta["choices"]:
                 raise ConfigError(f"{flag_of(f)} {value!r}: choose one of {', '.join(meta['choices'])}")
-            if meta["low"] is not None and value < meta["low"]:
+            if meta["low"] is not None and not value >= meta["low"]:  # neither is NaN
                 raise ConfigError(f"{flag_of(f)} {value}: must be at least {meta['low']}")
-            if meta["high"] is not None and value > meta["high"]:
+            if meta["high"] is not None and not value <= meta["high"]:
                 raise ConfigError(f"{flag_of(f)} {value}: must be at most {meta['high']}")
 
 

@@ -48,6 +48,8 @@ def test_precedence(tmp_path: Path) -> None:
         ("prot: 1", "did you mean 'port'"),
         ("port: ninety", "not a number"),
         ("port: 99999", "--port 99999: must be at most 65535"),
+        ("max-num-seqs: 1.5", "not a whole number"),
+        ("watermark: .nan", "--watermark nan: must be at least 0"),
         ("dtype: int3", "choose one of auto, float32"),
         ("prefix-cache: perhaps", "neither true nor false"),
         ("- port", "found a list"),
