@@ -137,7 +137,10 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
             output = item.get("output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         case "reasoning":
-            texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
+            content = item.get("content") or []
+            if not isinstance(content, list):
+                raise InvalidRequest(f"{where}.content must be a list", param=f"{where}.content")
+            texts = [part.get("text") for part in content if isinstance(part, dict)]
             if texts:
                 turn = _assistant_turn(messages)
                 turn["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))

@@ -107,6 +107,7 @@ async def test_failure_in_a_stream(server: Server) -> None:
     [
         ({"input": 5}, None),
         ({"input": []}, "messages"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
         ({"input": [{"role": "al ien", "content": "x"}]}, "messages[0].role"),
