@@ -9,7 +9,7 @@ from server.api.schemas import ChatBody, ChatTemplateFields
 from server.api.service import ENCODE_IN_THREAD_CHARS, RawPrompt, Service
 from server.errors import InvalidRequest, UnsupportedFeature
 from server.frontend.tools import begins_in_reasoning, format_of_template, with_tool_instructions
-from server.tokenizer import ChatPrompt, ChatTemplate, encode_chat
+from server.tokenizer import ChatPrompt, ChatTemplate, encode_chat, plain_content
 
 _FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Have fields of their own, so chat_template_kwargs can't set them."""
@@ -25,20 +25,18 @@ async def read_chat_prompt(
     """
     check_messages(body.messages)
     template = chat_template_of(body, service)
-    kwargs = body.chat_template_kwargs or {}
-    if taken := _FIELDS & kwargs.keys():
-        raise InvalidRequest(f"chat_template_kwargs can't set {', '.join(sorted(taken))}", param="chat_template_kwargs")
+    kwargs = _template_kwargs(body, template, may_think=may_think)
     continues = bool(body.continue_final_message)
     if continues and body.messages[-1]["role"] != "assistant":
         raise InvalidRequest("continue_final_message needs a last message by the assistant", param="messages")
-    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
-        kwargs = {**_thinking(body.reasoning_effort, template), **kwargs}
-    elif not may_think and "enable_thinking" in template.source:
-        kwargs = {"enable_thinking": False, **kwargs}
     messages = body.messages
     teaches = service.tool_format is not None and "tools" in template.tool_source
     if tools and not teaches and format_of_template(template.tool_source) is None:
-        messages, tools = with_tool_instructions(messages, tools), ()
+        plain = [
+            {**message, "content": plain_content(message.get("content"), f"messages[{index}].content")}
+            for index, message in enumerate(messages)
+        ]
+        messages, tools = with_tool_instructions(plain, tools), ()
 
     def render() -> ChatPrompt:
         return encode_chat(
@@ -75,6 +73,18 @@ def chat_template_of(body: ChatTemplateFields, service: Service) -> ChatTemplate
     if template is None:
         raise InvalidRequest("This model has no chat template; send one as chat_template", param="messages")
     return template
+
+
+def _template_kwargs(body: ChatTemplateFields, template: ChatTemplate, *, may_think: bool) -> dict[str, Any]:
+    """The client's own; where they leave it open, also how much to think, under the template's name for that."""
+    kwargs = body.chat_template_kwargs or {}
+    if taken := _FIELDS & kwargs.keys():
+        raise InvalidRequest(f"chat_template_kwargs can't set {', '.join(sorted(taken))}", param="chat_template_kwargs")
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        return {**_thinking(body.reasoning_effort, template), **kwargs}
+    if not may_think and "enable_thinking" in template.source:
+        return {"enable_thinking": False, **kwargs}
+    return kwargs
 
 
 def _thinking(effort: str, template: ChatTemplate) -> dict[str, Any]:

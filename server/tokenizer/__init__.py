@@ -5,7 +5,7 @@ conversation; an `IncrementalDetokenizer` and a `StopMatcher` a sequence on the 
 """
 
 from server.tokenizer.chat_prompt import ChatPrompt, encode_chat
-from server.tokenizer.chat_template import ChatTemplate
+from server.tokenizer.chat_template import ChatTemplate, plain_content
 from server.tokenizer.detokenizer import IncrementalDetokenizer
 from server.tokenizer.load import load_tokenizer
 from server.tokenizer.stop_strings import StopMatcher
@@ -21,4 +21,5 @@ __all__ = [
     "Tokenizer",
     "encode_chat",
     "load_tokenizer",
+    "plain_content",
 ]

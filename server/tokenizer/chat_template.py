@@ -110,7 +110,7 @@ def plain_messages(messages: Sequence[Message], *, keep_developer: bool = False)
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequest("a message must be an object with a role", param=where)
         copy = dict(message)
-        copy["content"] = _plain_content(message.get("content"), f"{where}.content")
+        copy["content"] = plain_content(message.get("content"), f"{where}.content")
         if copy["role"] == "developer" and not keep_developer:
             copy["role"] = "system"
         if isinstance(message.get("tool_calls"), list):
@@ -121,7 +121,8 @@ def plain_messages(messages: Sequence[Message], *, keep_developer: bool = False)
     return plain
 
 
-def _plain_content(content: Any, where: str) -> str:
+def plain_content(content: Any, where: str) -> str:
+    """A message's content as text, its parts joined by newlines. Raises InvalidRequest for what is no text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -150,6 +151,6 @@ def _plain_tool_call(call: Any) -> Any:
     arguments = function["arguments"]
     try:
         parsed = json.loads(arguments) if arguments.strip() else {}
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # also numbers of more digits than Python reads
         return call
     return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call

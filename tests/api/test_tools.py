@@ -84,6 +84,26 @@ async def test_what_the_model_is_told(server: Server) -> None:
     assert ok(await server.post("/tokenize", chat_body()))["count"] == counts["auto"]
 
 
+async def test_a_conversation_with_calls_that_the_template_does_not_know(server: Server) -> None:
+    """Guards what was said, and arguments sent as an object, on their way into text."""
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": True}}}
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Adding."}], "tool_calls": [call]}
+    ok(await server.post(CHAT, chat_body(messages=[said, {"role": "tool", "tool_call_id": "c", "content": "2"}])))
+    prompt = server.tokenizer.decode(server.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert 'Adding.\n<tool_call>\n{"name": "add", "arguments": {"a": true}}\n</tool_call>' in prompt
+    assert "<tool_response>\n2\n</tool_response>" in prompt
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+@pytest.mark.parametrize("content", [5, {"a": 1}, [{"type": "image_url", "image_url": {"url": "x"}}]])
+async def test_content_that_no_text_can_hold(server: Server, role: str, content: Any) -> None:
+    """Guards the check of content where tools are told in a system message: it was dropped, or a failure of ours."""
+    messages = [{"role": role, "content": content}, {"role": "user", "content": "1 + 1?"}]
+    response = await server.post(CHAT, chat_body(messages=messages))
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith("messages[0].content")
+
+
 async def test_forced_call_that_is_cut_off(server: Server) -> None:
     """Guards content from the half of a call that max_tokens left."""
     server.say(CALLS)

@@ -164,5 +164,5 @@ class CallScanner:
 def _loads(text: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # also numbers of more digits than Python reads
         return None

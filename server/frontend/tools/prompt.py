@@ -19,36 +19,30 @@ def with_tool_instructions(
 ) -> list[dict[str, Any]]:
     """The conversation with a system message that lists the tools (OpenAI's tool objects) in the Hermes format.
 
-    Calls and their results in the conversation become text, which any template can render.
+    Calls and their results in the conversation become text, which any template can render. messages: with content as
+    text, as plain_content makes it.
     """
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(tools=listed)
     plain = [_as_text(message) for message in messages]
     if plain and plain[0].get("role") in ("system", "developer"):
-        content = plain[0].get("content")
-        parts = [content] if isinstance(content, str) else list(content or ())
-        plain[0] = {**plain[0], "content": "\n\n".join([*(_text(part) for part in parts), instructions])}
+        plain[0] = {**plain[0], "content": "\n\n".join(filter(None, (plain[0]["content"], instructions)))}
         return plain
     return [{"role": "system", "content": instructions}, *plain]
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("role") == "tool":
-        content = message.get("content")
-        parts = [content] if isinstance(content, str) else list(content or ())
-        result = "\n".join(_text(part) for part in parts)
-        return {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return dict(message)
-    texts = [_text(message["content"])] if isinstance(message.get("content"), str) else []
+    texts = [message["content"]] if message.get("content") else []
     for call in calls:
         function = call.get("function", {})
-        arguments = function.get("arguments") or "{}"
+        arguments = function.get("arguments") or {}
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         head = f'{{"name": {json.dumps(function.get("name"))}, "arguments": '
         texts.append(f"<tool_call>\n{head}{arguments}}}\n</tool_call>")
     return {"role": "assistant", "content": "\n".join(texts)}
-
-
-def _text(part: Any) -> str:
-    return part if isinstance(part, str) else str(part.get("text", "")) if isinstance(part, Mapping) else ""

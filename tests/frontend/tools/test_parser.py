@@ -251,3 +251,10 @@ def test_reasoning_before_a_call() -> None:
     expected = ("", f"I could <tool_call>{one('{}')}</tool_call>", [("weather", CITY)])
     for pieces in ([text], list(text)):
         assert parse(make_parser(HERMES, thinking=True), pieces) == expected
+
+
+def test_numbers_of_more_digits_than_python_reads() -> None:
+    """Guards a stream from a model that writes digits without end where arguments belong."""
+    parser = ToolParser(HERMES)
+    delta = parser.push('<tool_call>{"name": "f", "arguments": ' + "1" * 5000 + "}</tool_call>")
+    assert "".join(call.arguments for call in delta.tool_calls) == "{}"
