@@ -30,13 +30,13 @@ async def read_chat_prompt(
     if continues and body.messages[-1]["role"] != "assistant":
         raise InvalidRequest("continue_final_message needs a last message by the assistant", param="messages")
     messages = body.messages
-    teaches = service.tool_format is not None and "tools" in template.tool_source
-    if tools and not teaches and format_of_template(template.tool_source) is None:
-        plain = [
-            {**message, "content": plain_content(message.get("content"), f"messages[{index}].content")}
-            for index, message in enumerate(messages)
-        ]
-        messages, tools = with_tool_instructions(plain, tools), ()
+    if tools and not _teaches_tools(template, service):
+        messages, tools = with_tool_instructions(_with_plain_content(messages), tools), ()
+
+    def check_length(text: str) -> None:
+        is_cut = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
+        if service.client.state.ready is not None and not is_cut:
+            service.refuse_too_long(text, param="messages")
 
     def render() -> ChatPrompt:
         return encode_chat(
@@ -47,6 +47,7 @@ async def read_chat_prompt(
             add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=continues,
             kwargs=kwargs,
+            check=check_length,
         )
 
     if body.chat_template is not None:
@@ -73,6 +74,20 @@ def chat_template_of(body: ChatTemplateFields, service: Service) -> ChatTemplate
     if template is None:
         raise InvalidRequest("This model has no chat template; send one as chat_template", param="messages")
     return template
+
+
+def _teaches_tools(template: ChatTemplate, service: Service) -> bool:
+    """Whether the template tells the model of tools, in a way that we, or the operator, know."""
+    if service.tool_format is not None and "tools" in template.tool_source:
+        return True
+    return format_of_template(template.tool_source) is not None
+
+
+def _with_plain_content(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**message, "content": plain_content(message.get("content"), f"messages[{index}].content")}
+        for index, message in enumerate(messages)
+    ]
 
 
 def _template_kwargs(body: ChatTemplateFields, template: ChatTemplate, *, may_think: bool) -> dict[str, Any]:

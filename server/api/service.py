@@ -107,17 +107,19 @@ class Service:
     def bounds(self) -> ModelBounds:
         return ModelBounds.of(self.ready(), tokenizer_vocab_size=self.tokenizer.vocab_size)
 
-    async def encode(self, text: str, *, add_special_tokens: bool, param: str, may_exceed: bool = False) -> list[int]:
-        """Refuses what can't fit before it is encoded: a text of megabytes costs next to nothing.
-
-        may_exceed: it will be truncated.
-        """
+    def refuse_too_long(self, text: str, *, param: str) -> None:
+        """Raises PromptTooLong for what can't fit, before it is encoded: a text of megabytes costs next to nothing."""
         at_least, most = self.tokenizer.min_num_tokens(text), self.ready().max_model_len
-        if at_least > most and not may_exceed:
+        if at_least > most:
             raise PromptTooLong(
                 f"This model's maximum context length is {most} tokens, the prompt has {at_least} or more",
                 param=param,
             )
+
+    async def encode(self, text: str, *, add_special_tokens: bool, param: str, may_exceed: bool = False) -> list[int]:
+        """may_exceed: it will be truncated. Raises PromptTooLong."""
+        if not may_exceed:
+            self.refuse_too_long(text, param=param)
         if len(text) < ENCODE_IN_THREAD_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)

@@ -7,7 +7,7 @@ one does, it goes through the template as a placeholder, and comes back as text 
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,12 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     kwargs: Mapping[str, Any] | None = None,
+    check: Callable[[str], None] = lambda text: None,
 ) -> ChatPrompt:
-    """Renders and encodes a conversation; the arguments are ChatTemplate.render's. Raises InvalidRequest."""
+    """Renders and encodes a conversation; the arguments are ChatTemplate.render's. Raises InvalidRequest.
+
+    check: gets the rendered text, and raises where it is not worth encoding.
+    """
     guard = _Guard(tokenizer.special_spellings)
     text = template.render(
         guard.hide(messages),
@@ -42,9 +46,11 @@ def encode_chat(
         continue_final_message=continue_final_message,
         **guard.hide(dict(kwargs or {})),
     )
+    shown = guard.reveal(text)
+    check(shown)
     if not guard.hidden:
         return ChatPrompt(text, tokenizer.encode(text, add_special_tokens=False))
-    return ChatPrompt(guard.reveal(text), tokenizer.encode_guarded(text, guard.hidden))
+    return ChatPrompt(shown, tokenizer.encode_guarded(text, guard.hidden))
 
 
 class _Guard:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from server.protocol import Ready
+from server.tokenizer import Tokenizer
 from tests.api.conftest import Server
 from tests.api.fakes import READY
 
@@ -241,6 +242,20 @@ async def test_megabytes_are_refused_unread(server: Server) -> None:
     """Guards the event loop from encoding a text that can't fit anyhow."""
     response = await server.post("/v1/completions", {"prompt": "lorem ipsum " * 700_000})
     check_error(response, param="prompt")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_conversations_of_megabytes_are_refused_unread(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Guards the processor from encoding, for many seconds, a conversation that can't fit anyhow."""
+    messages = [{"role": "user", "content": "lorem ipsum " * 20_000}]
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_args, **_kwargs: pytest.fail("encoded"))
+    response = await server.post(path, {"messages": messages})
+    check_error(response, param="messages")
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    monkeypatch.undo()
+    assert (await server.post(BOTH[1], {"messages": messages, "truncate_prompt_tokens": 9})).status_code == 200
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(None, 10), (3, 3), (100, 10), (-1, 10)])
