@@ -106,6 +106,12 @@ class SchedulerConfig(_Validated):
 
     max_num_seqs: int = setting(64, "most requests in one step", low=1, high=4096)
     max_num_batched_tokens: int = setting(2048, "most new tokens in one step", low=16)
+    max_num_prefill_tokens: int | None = setting(
+        None,
+        "most prompt tokens in a step that streams wait for; fewer make them smoother; default: 64 on a CPU, else no "
+        "limit of its own",
+        low=1,
+    )
     policy: str = setting("fcfs", "who is admitted next", choices=("fcfs", "priority"), flag="scheduling-policy")
     watermark: float = setting(0.01, "share of the blocks that admission leaves for running requests", low=0, high=0.5)
 

@@ -1,5 +1,6 @@
 """Composition root of the engine: from a configuration to a core that can step."""
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ from kernels.errors import BackendUnavailable
 from kernels.layout import KVCacheSpec
 from kernels.ops import Ops
 from paging import KVCacheManager
-from server.config import DeviceConfig, EngineConfig
+from server.config import DeviceConfig, EngineConfig, SchedulerConfig
 from server.engine.core import EngineCore
 from server.engine.faults import FaultyRunner
 from server.engine.grammar_gate import GrammarGate
@@ -33,6 +34,8 @@ Report = Callable[[str, float], None]
 """Gets the phase and the share of it that is done."""
 
 _WARM_UP_TOKENS = 64
+CPU_PREFILL_TOKENS = 64
+"""p99 of the time between tokens stays within 3 times its median with 8 clients; 128 make 32 clients 5 % faster."""
 
 
 def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
@@ -77,9 +80,16 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
     )
     report("warming up", 0.0)
     runner.warm_up(_WARM_UP_TOKENS)
-    scheduler = Scheduler(config=config.scheduler, manager=manager, max_model_len=memory.max_model_len)
+    scheduler = Scheduler(config=_smooth(config.scheduler, device), manager=manager, max_model_len=memory.max_model_len)
     core = EngineCore(scheduler=scheduler, runner=_with_faults(runner, config.faults), gate=gate)
     return core, _ready(config, memory, spec, device, model.dtype, ops)
+
+
+def _smooth(config: SchedulerConfig, device: torch.device) -> SchedulerConfig:
+    """A CPU computes a few prompt tokens for what a decode step costs; a GPU hundreds, so there is no need to wait."""
+    if config.max_num_prefill_tokens is not None or device.type != "cpu":
+        return config
+    return dataclasses.replace(config, max_num_prefill_tokens=CPU_PREFILL_TOKENS)
 
 
 def _plan_memory(config: EngineConfig, model: Decoder, kv_spec: KVCacheSpec, device: torch.device) -> MemoryPlan:

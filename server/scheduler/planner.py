@@ -52,6 +52,7 @@ class StepPlanner:
         self._manager = books.manager
         self._block_size = books.manager.block_size
         self._budget = config.max_num_batched_tokens
+        self._prefill_budget = config.max_num_prefill_tokens or config.max_num_batched_tokens
         self._watermark = int(config.watermark * books.manager.num_blocks)
         self._suspect: Request | None = None
 
@@ -87,7 +88,10 @@ class StepPlanner:
         return True
 
     def _plan_running(self, plan: StepPlan) -> None:
-        """One token for everyone who needs just that, then chunks for the others out of what is left of the budget."""
+        """One token for everyone who needs just that, then chunks for the others out of what is left of the budget.
+
+        Where somebody waits for a next token, chunks are kept short: a step takes as long as its longest part.
+        """
         for request in self._books.running:  # making room may remove requests from its end, never any before
             num_tokens = len(request.token_ids)
             if num_tokens - request.num_computed_tokens > 1:
@@ -95,6 +99,8 @@ class StepPlanner:
             elif self._make_room(request, num_tokens, plan):
                 plan.num_new_tokens[request] = 1
         plan.budget_left -= len(plan.num_new_tokens)
+        if plan.num_new_tokens:
+            plan.budget_left = min(plan.budget_left, self._prefill_budget)
         for request in plan.prefills:
             if request.status is not RequestStatus.RUNNING or plan.budget_left == 0:
                 continue

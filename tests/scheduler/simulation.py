@@ -147,6 +147,7 @@ class Simulation:
         max_model_len: int = 256,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
+        max_num_prefill_tokens: int | None = None,
         policy: str = "fcfs",
         watermark: float = 0.0,
         enable_prefix_cache: bool = True,
@@ -154,6 +155,7 @@ class Simulation:
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_prefill_tokens=max_num_prefill_tokens,
             policy=policy,
             watermark=watermark,
         )

@@ -215,6 +215,20 @@ def test_nobody_waits_for_a_prefix_that_is_not_coming(how: str) -> None:
     assert simulation.answers["same"].token_ids == expected_tokens(request("same", range(60), max_tokens=1))
 
 
+def test_prompts_wait_for_streams_but_not_for_each_other() -> None:
+    """Catches a long prompt that makes streams wait for a whole budget, or chunks cut short when nobody waits."""
+    simulation = Simulation(num_blocks=200, max_num_batched_tokens=64, max_num_prefill_tokens=10)
+    simulation.add(request("stream", range(40), max_tokens=5))
+    assert _shares(simulation) == {"stream": 40}
+    simulation.add(request("long", range(100, 135), max_tokens=2))
+    assert [_shares(simulation) for _ in range(4)] == [
+        {"stream": 1, "long": 10},
+        {"stream": 1, "long": 10},
+        {"stream": 1, "long": 10},
+        {"stream": 1, "long": 5},
+    ]
+
+
 def test_a_suspect_runs_alone_until_it_has_a_token() -> None:
     """Catches company for a request that may bring the engine down, and suspicion that outlives its first token: fifty
     acquitted requests that run one after the other."""

@@ -62,6 +62,7 @@ def _random_simulation(rng: random.Random) -> Simulation:
         max_model_len=rng.choice([32, 64, 128]),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=16 + rng.choice([0, 0, 1, 7, 40]),
+        max_num_prefill_tokens=rng.choice([None, None, 1, 5]),
         policy=rng.choice(["fcfs", "priority"]),
         watermark=rng.choice([0.0, 0.01, 0.2]),
         enable_prefix_cache=rng.random() < 0.7,
