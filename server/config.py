@@ -108,7 +108,7 @@ class SchedulerConfig(_Validated):
     max_num_batched_tokens: int = setting(2048, "most new tokens in one step", low=16)
     max_num_prefill_tokens: int | None = setting(
         None,
-        "most prompt tokens in a step that streams wait for; fewer make them smoother; default: 64 on a CPU, else no "
+        "most prompt tokens in a step that streams wait for; fewer make them smoother; default: 60 on a CPU, else no "
         "limit of its own",
         low=1,
     )

@@ -120,7 +120,7 @@ async def shared_prefix_ttft(server: Launched) -> Outcome:
 
 async def long_prompt(budget: int) -> Outcome:
     """Four clients decode; then a prompt of 1,500 words comes in chunks of `budget` tokens."""
-    with launched("--max-num-batched-tokens", str(budget)) as server:
+    with launched("--max-num-prefill-tokens", str(budget)) as server:
         asker = Asker(server, 4)
         await asker.ask(asker.words(16), 8)
         quiet = await asker.closed_loop([(asker.words(16), 150) for _ in range(4)], 4)
@@ -206,7 +206,7 @@ async def one(outcome: Awaitable[Outcome]) -> list[Outcome]:
 SCENARIOS: dict[str, Callable[[], Coroutine[Any, Any, list[Outcome]]]] = {
     "S1, S3, S5": lambda: on_default_server(continuous_batching, shared_prefix_ttft, steady_itl),
     "S2": lambda: one(paging(num_blocks=192, longest=512)),
-    "S4": lambda: one(long_prompt(budget=64)),
+    "S4": lambda: one(long_prompt(budget=16)),
     "S6": lambda: one(shared_prefix_throughput()),
     "S7": lambda: one(overload()),
 }
