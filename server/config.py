@@ -342,6 +342,12 @@ def _with_keys_of_file(config: ServerConfig, path: Path) -> ServerConfig:
     return dataclasses.replace(config, api=dataclasses.replace(config.api, api_keys=config.api.api_keys + keys))
 
 
+def bare_environment() -> dict[str, str]:
+    """What a Python needs to find its modules, and nothing that is secret: for children that run a client's text."""
+    needed = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "SYSTEMROOT")
+    return {name: os.environ[name] for name in needed if name in os.environ}
+
+
 def engine_environment(num_threads: int | None) -> dict[str, str]:
     """The engine process's environment: ours, less the server's secrets, with one idle-friendly OpenMP pool."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}

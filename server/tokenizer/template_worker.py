@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from server.config import bare_environment
 from server.errors import InvalidRequest
 from server.tokenizer.template_engine import TemplateLimits, render_template
 
@@ -41,6 +42,7 @@ def render_isolated(source: str, variables: Mapping[str, Any], *, limits: Templa
             timeout=3 * limits.cpu_s + _GRACE_S,
             check=False,
             cwd=root,
+            env=bare_environment(),
         )
     except subprocess.TimeoutExpired as error:
         raise InvalidRequest("the chat template takes too long", param=param) from error
