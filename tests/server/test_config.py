@@ -102,7 +102,7 @@ def test_the_engine_does_not_inherit_the_keys(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_child_that_runs_a_clients_text_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: API keys and cloud credentials in the environment of the process that renders a request's template."""
+    """Regression: API keys and credentials in the environment of the process that renders a request's template."""
     for name in ("PAGETURNER_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
     assert "secret" not in config.bare_environment().values()
