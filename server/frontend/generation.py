@@ -89,15 +89,18 @@ class Generation:
         """Raises Overloaded or EngineRestarting before the first piece, StepFailed and RequestTimeout at any time."""
         job = self.job
         sequences = [self._sequence(index) for index in range(job.num_choices)]
-        served = False
+        served = turned_away = False
         try:
             async with aclosing(sequences[0] if len(sequences) == 1 else merge(sequences)) as pieces:
                 async for piece in pieces:
-                    if not served:
-                        served = True
-                        self._metrics.begin_request(num_choices=job.n, max_tokens=job.prompts[0].sampling.max_tokens)
+                    served = True
                     yield piece
+        except (Overloaded, EngineRestarting):
+            turned_away = not served
+            raise
         finally:
+            if not turned_away:
+                self._metrics.observe_request(num_choices=job.n, max_tokens=job.prompts[0].sampling.max_tokens)
             usage = self.usage
             job.log.update(
                 id=job.request_id,

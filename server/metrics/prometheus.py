@@ -112,7 +112,7 @@ class Metrics:
         """From now on gauges come from here. Before that they read zero."""
         self._engine_collector.view = view
 
-    def begin_request(self, *, num_choices: int, max_tokens: int) -> None:
+    def observe_request(self, *, num_choices: int, max_tokens: int) -> None:
         self._request_params_n.observe(num_choices)
         self._request_params_max_tokens.observe(max_tokens)
 

@@ -298,6 +298,7 @@ async def test_a_client_that_goes_away(server: Server, path: str, stream: bool, 
     await asyncio.wait_for(running, 10)
     assert sorted(server.engine.unfinished) == sorted(r.request_id for r in server.engine.requests)
     assert server.metric("request_success_total", finished_reason="abort") == n
+    assert server.metric("request_params_n_sum") == n, "who left before the first token was received, too"
 
 
 async def test_log_lines(server: Server, caplog: pytest.LogCaptureFixture) -> None:
