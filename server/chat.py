@@ -24,7 +24,10 @@ def run(
     max_tokens: int | None,
     console: Console | None = None,
 ) -> int:
-    """Reads lines and streams answers until the input ends. Raises StartupError where no server answers."""
+    """Reads lines and streams answers until the input ends; 1 where the last one got no answer.
+
+    Raises StartupError where no server answers.
+    """
     console = console or Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base_url = url.rstrip("/").removesuffix("/v1")
@@ -35,17 +38,19 @@ def run(
         options = {key: value for key, value in options.items() if value is not None}
         start = [{"role": "system", "content": system}] if system else []
         messages = list(start)
+        failed = False
         while line := _ask(console):
             if line == "/new":
                 messages = list(start)
                 continue
             messages.append({"role": "user", "content": line})
             answer = _say(console, client, {**options, "messages": messages, "stream": True})
+            failed = not answer
             if answer:
                 messages.append({"role": "assistant", "content": answer})
             else:
                 messages.pop()
-    return 0
+    return int(failed)
 
 
 def _first_model(client: httpx.Client, url: str) -> str:
@@ -61,7 +66,8 @@ def _first_model(client: httpx.Client, url: str) -> str:
 
 def _ask(console: Console) -> str:
     try:
-        return Prompt.ask("[bold cyan]you[/]", console=console, default="", show_default=False).strip()
+        line = Prompt.ask("[bold cyan]you[/]", console=console, default="", show_default=False).strip()
+        return line.encode("utf-8", "replace").decode()  # what was no UTF-8 came as lone surrogates
     except (EOFError, KeyboardInterrupt):
         console.print()
         return ""

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from rich.console import Console
 
 from server import config
-from server.errors import StartupError
+from server.errors import ConfigError, StartupError
 
 EXIT_CANNOT_START = 2
 
@@ -81,6 +81,8 @@ def _add_chat(commands: "_Commands[argparse.ArgumentParser]") -> None:
 def _load(arguments: argparse.Namespace) -> config.ServerConfig:
     flags = {key: value for key, value in vars(arguments).items() if "." in key}
     if "model" in arguments:
+        if not arguments.model.strip():
+            raise ConfigError("MODEL is empty; leave it out for the embedded default model")
         flags["engine.model.model"] = arguments.model
     return config.load(flags, config_file=arguments.config)
 

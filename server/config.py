@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import difflib
 import os
-import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,22 +18,9 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from server.errors import ConfigError
+from server.units import parse_number
 
 ENVIRONMENT_PREFIX = "PAGETURNER_"
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def parse_number(text: str) -> int:
-    """Reads 4096, 4k (4,000), 4K (4,096), 2GiB, 2GB (decimal) or 1.5GiB. Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGT]?)(iB|B|)\s*", text)
-    if not match:
-        raise ValueError(f"{text!r} is not a number; write it like 4096, 4k, 4K, 512MiB or 2GiB")
-    number, unit, suffix = match.groups()
-    scale = _UNITS[unit.upper()] if suffix == "iB" else _UNITS[unit.lower()] if suffix == "B" else _UNITS[unit]
-    if scale == 1 and "." in number:
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(float(number) * scale)
 
 
 def setting(
@@ -180,6 +166,13 @@ class ApiConfig(_Validated):
     log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
     log_requests: bool = setting(True, "one log line a request, without its content")
 
+    def __post_init__(self) -> None:
+        super(ApiConfig, self).__post_init__()
+        if not all(key.strip() for key in self.api_keys):
+            raise ConfigError("--api-key is empty: everybody would know it. Leave it out to serve without a key")
+        if not self.host.strip():
+            raise ConfigError("--host is empty: 127.0.0.1 serves this machine, 0.0.0.0 every network it is in")
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig(_Validated):
@@ -319,7 +312,9 @@ def load(
     values: dict[str, Any] = {}
     if config_file:
         _merge_named(values, _from_yaml(Path(config_file)), f"--config {config_file}")
-    prefixed = {k: v for k, v in environment.items() if k.startswith(ENVIRONMENT_PREFIX) and v != ""}
+    # An empty variable counts as unset, but for a key: who sets that one believes the server to be guarded.
+    named = {k: v for k, v in environment.items() if k.startswith(ENVIRONMENT_PREFIX)}
+    prefixed = {k: v for k, v in named.items() if v != "" or k == f"{ENVIRONMENT_PREFIX}API_KEY"}
     for name, raw in prefixed.items():
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
         _merge_named(values, {key: raw}, name)
@@ -344,8 +339,7 @@ def _with_keys_of_file(config: ServerConfig, path: Path) -> ServerConfig:
 
 def bare_environment() -> dict[str, str]:
     """What a Python needs to find its modules, and nothing that is secret: for children that run a client's text."""
-    needed = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "SYSTEMROOT")
-    return {name: os.environ[name] for name in needed if name in os.environ}
+    return {k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH")}
 
 
 def engine_environment(num_threads: int | None) -> dict[str, str]:

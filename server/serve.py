@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import gc
 import resource
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
+from jinja2 import TemplateError
 
 from server.api.app import create_app
 from server.api.http_protocol import limited_protocol
@@ -26,6 +28,7 @@ from server.metrics.prometheus import Metrics
 from server.models.registry import read_spec
 from server.terminal import say, show_loading, show_ready
 from server.tokenizer import ChatTemplate, load_tokenizer
+from server.tokenizer.template_engine import TemplateLimits, compile_template
 from server.weights.locate import ModelFiles, locate
 
 _BACKLOG = 2048
@@ -92,6 +95,10 @@ def _with_chat_template(config: ServerConfig, files: ModelFiles) -> ModelFiles:
         source = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path}: {error}") from None
+    try:
+        compile_template(source, TemplateLimits())
+    except TemplateError as error:
+        raise ConfigError(f"--chat-template {path} is no Jinja template: {error}") from None
     return dataclasses.replace(files, chat_templates={"default": source})
 
 
@@ -105,7 +112,10 @@ def _listen(config: ServerConfig) -> socket.socket:
         sock.bind((api.host, api.port))
     except OSError as error:
         sock.close()
-        raise ConfigError(f"can't listen on {api.host}:{api.port}: {error.strerror}; choose another --port") from None
+        setting = "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
+        raise ConfigError(
+            f"can't listen on {api.host}:{api.port}: {error.strerror}; choose another {setting}"
+        ) from None
     return sock
 
 

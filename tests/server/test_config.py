@@ -7,6 +7,7 @@ import pytest
 
 from server import config
 from server.errors import ConfigError
+from server.units import parse_number
 
 
 @pytest.mark.parametrize(
@@ -23,14 +24,14 @@ from server.errors import ConfigError
 )
 def test_numbers_with_units(text: str, value: int) -> None:
     """Regression: a decimal unit read as a binary one, or the other way round."""
-    assert config.parse_number(text) == value
+    assert parse_number(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "four", "-1", "4 KiBs", "1e9", "4kk"])
 def test_what_is_no_number_is_refused(text: str) -> None:
     """Regression: a typing error that becomes some other number."""
     with pytest.raises(ValueError, match="not a number"):
-        config.parse_number(text)
+        parse_number(text)
 
 
 def test_precedence(tmp_path: Path) -> None:
@@ -92,6 +93,21 @@ def test_keys_of_a_file_join_the_others(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(ConfigError, match="no key"):
         config.load({"api.api_key_file": str(file)}, environment={})
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ({"api.api_keys": [""]}, {}, "--api-key is empty"),
+        ({"api.api_keys": ["good", " "]}, {}, "--api-key is empty"),
+        ({}, {"PAGETURNER_API_KEY": ""}, "--api-key is empty"),
+        ({"api.host": ""}, {}, "--host is empty"),
+    ],
+)
+def test_an_empty_value_opens_no_door(flags: dict[str, object], environment: dict[str, str], message: str) -> None:
+    """Regression: an unset shell variable that became the empty key, no key at all, or every network interface."""
+    with pytest.raises(ConfigError, match=message):
+        config.load(flags, environment=environment)
 
 
 def test_the_engine_does_not_inherit_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
