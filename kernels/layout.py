@@ -55,3 +55,19 @@ class KVCache:
 
     def __getitem__(self, layer: int) -> LayerKV:
         return self.layers[layer]
+
+
+def allocate_token_major(spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
+    """Zero-filled keys and values of shape [num_blocks, block_size, num_kv_heads, head_dim] (reference, triton).
+
+    An 8-bit float cache gets one float32 scale a layer for keys and one for values, both 1.
+    """
+    shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+    def layer() -> LayerKV:
+        key, value = (torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2))
+        if spec.dtype.itemsize > 1:
+            return LayerKV(key, value)
+        return LayerKV(key, value, torch.ones((), device=device), torch.ones((), device=device))
+
+    return KVCache(spec, num_blocks, tuple(layer() for _ in range(spec.num_layers)))

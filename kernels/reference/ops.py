@@ -6,7 +6,7 @@ Runs on any device. KV layout: key, value [num_blocks, block_size, num_kv_heads,
 import torch
 import torch.nn.functional as F
 
-from kernels.layout import KVCache, KVCacheSpec, LayerKV
+from kernels.layout import KVCache, KVCacheSpec, LayerKV, allocate_token_major
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, Sampler, Weight
 
@@ -19,15 +19,7 @@ class ReferenceOps:
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
         """An 8-bit float cache gets one float32 scale a layer for keys and one for values, both 1."""
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-
-        def layer() -> LayerKV:
-            key, value = (torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2))
-            if spec.dtype.itemsize > 1:
-                return LayerKV(key, value)
-            return LayerKV(key, value, torch.ones((), device=device), torch.ones((), device=device))
-
-        return KVCache(spec, num_blocks, tuple(layer() for _ in range(spec.num_layers)))
+        return allocate_token_major(spec, num_blocks=num_blocks, device=device)
 
     def pack_linear(
         self,

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.errors import BackendUnavailable
-from kernels.layout import KVCache, KVCacheSpec, LayerKV
+from kernels.layout import KVCache, KVCacheSpec, LayerKV, allocate_token_major
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, QuantizedWeight, Sampler, Weight
 from kernels.triton.activation import gated_activation
@@ -50,15 +50,7 @@ class TritonOps:
                 f"an fp8 KV cache needs a GPU with e4m3 conversion (sm_89 or newer), this one is {self._target.arch}: "
                 "choose a 16-bit KV cache"
             )
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-
-        def layer() -> LayerKV:
-            key, value = (torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2))
-            if spec.dtype.itemsize > 1:
-                return LayerKV(key, value)
-            return LayerKV(key, value, torch.ones((), device=device), torch.ones((), device=device))
-
-        return KVCache(spec, num_blocks, tuple(layer() for _ in range(spec.num_layers)))
+        return allocate_token_major(spec, num_blocks=num_blocks, device=device)
 
     def pack_linear(
         self,

@@ -1,4 +1,4 @@
-"""The engine without its surroundings: no sockets, no clock of its own, no torch. One step is two calls."""
+"""The engine without its surroundings: no sockets, no waiting, no torch. One step is two calls."""
 
 import time
 from typing import Any
