@@ -44,28 +44,33 @@ class PackedLinear:
     ) -> None:
         """dtype, out_dtype: of input and result, float32 or bfloat16. Each weight is dense, or `keeps` takes it."""
         self._lib = lib
-        self._dtype = dtype
-        self._out_dtype = out_dtype
+        self.dtype: Final = dtype
+        self.out_dtype: Final = out_dtype
         self._bias = None if bias is None else bias.float().contiguous()
         self._data: list[torch.Tensor] = []
         packed = [self._pack(kind, list(some)) for kind, some in groupby(weights, key=_kind)]
-        self._in_features = packed[0].in_features
-        self._out_features = sum(part.out_features for part in packed)
+        self.in_features: Final = packed[0].in_features
+        self.out_features: Final = sum(part.out_features for part in packed)
         self._parts: list[tuple[Linear, int]] = []  # with the first output's offset in bytes
         column = 0
         for part in packed:
-            part.out_stride = self._out_features
+            part.out_stride = self.out_features
             part.dtype, part.out_dtype = DTYPES[dtype], DTYPES[out_dtype]
             part.bias = None if self._bias is None else self._bias.data_ptr() + 4 * column
             self._parts.append((part, out_dtype.itemsize * column))
             column += part.out_features
 
+    @property
+    def parts(self) -> tuple[Linear, ...]:
+        """What the library takes, in the order of the outputs. Valid as long as this object lives."""
+        return tuple(part for part, _ in self._parts)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self._in_features:
-            raise ValueError(f"expected {self._dtype}[T, {self._in_features}], got {x.dtype}{list(x.shape)}")
+        if x.dtype is not self.dtype or x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(f"expected {self.dtype}[T, {self.in_features}], got {x.dtype}{list(x.shape)}")
         x = x.contiguous()
         rows, threads = x.shape[0], torch.get_num_threads()
-        out = x.new_empty((rows, self._out_features), dtype=self._out_dtype)
+        out = x.new_empty((rows, self.out_features), dtype=self.out_dtype)
         source, target = x.data_ptr(), out.data_ptr()
         for part, offset in self._parts:
             if part.kind == DENSE:
@@ -77,10 +82,10 @@ class PackedLinear:
     def _pack(self, kind: int, weights: Sequence[Weight]) -> Linear:
         threads = torch.get_num_threads()
         if kind == DENSE:
-            parts = [dense(weight, self._dtype) for weight in weights]
+            parts = [dense(weight, self.dtype) for weight in weights]
             source = (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
             rows, columns = source.shape
-            dtype = DTYPES[self._dtype]
+            dtype = DTYPES[self.dtype]
             data = torch.empty(self._lib.pt_dense_bytes(rows, columns, dtype), dtype=torch.uint8)
             self._lib.pt_dense_pack(source.data_ptr(), data.data_ptr(), rows, columns, dtype, threads)
         else:
