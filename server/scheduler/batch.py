@@ -8,12 +8,15 @@ import msgspec
 
 from server.protocol import SamplingParams, TokenLogprobs
 
+AWAITED = -1
+"""Stands for the token that the row's previous step samples: the scheduler does not know it yet, the runner will."""
+
 
 class ScheduledItem(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step. Written by: nobody.
 
-    token_ids: the tokens at positions start .. start + len - 1, whose KV this step computes.
-    samples: whether the logits of the last one are sampled, i.e. all known tokens are computed after this step.
+    token_ids: the tokens at positions start .. start + len - 1, whose KV this step computes; or [AWAITED].
+    samples: whether the logits of the last one are sampled, i.e. all its tokens are computed after this step.
     """
 
     request_id: str

@@ -159,9 +159,9 @@ class Books:
             raise InvariantViolation(f"rows {rows} are taken and {self.free_rows} free, of {self.num_rows}")
         for request in self.running:
             room = len(self.manager.blocks_of(request.row)) * self.manager.block_size
-            if not 0 <= request.num_computed_tokens <= min(room, len(request.token_ids)):
+            if not 0 <= request.num_computed_tokens <= min(room, request.num_tokens):
                 raise InvariantViolation(
-                    f"{request.request_id}: {request.num_computed_tokens} of {len(request.token_ids)} tokens computed, "
+                    f"{request.request_id}: {request.num_computed_tokens} of {request.num_tokens} tokens computed, "
                     f"room for {room}"
                 )
         if any(request.num_computed_tokens or request.row != NO_ROW for request in self.waiting):

@@ -93,10 +93,10 @@ class StepPlanner:
         Where somebody waits for a next token, chunks are kept short: a step takes as long as its longest part.
         """
         for request in self._books.running:  # making room may remove requests from its end, never any before
-            num_tokens = len(request.token_ids)
-            if num_tokens - request.num_computed_tokens > 1:
+            num_to_run = request.num_tokens_to_run
+            if num_to_run > 1:
                 plan.prefills.append(request)
-            elif self._make_room(request, num_tokens, plan):
+            elif num_to_run == 1 and self._make_room(request, request.num_tokens, plan):
                 plan.num_new_tokens[request] = 1
         plan.budget_left -= len(plan.num_new_tokens)
         if plan.num_new_tokens:

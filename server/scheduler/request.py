@@ -21,11 +21,14 @@ class RequestStatus(enum.Enum):
 class Request:
     """Written by: server.scheduler only.
 
-        token_ids   | prompt ................ | output ........ |
-                    | computed .......................... | to run |
+        token_ids   | prompt ................ | output ........ | (awaited)
+                    | computed .......................... | to run       |
 
     There is no prefill state and no decode state. What a step may run are the tokens behind the computed ones: a whole
     prompt, the rest of one, or the single token that was sampled last. Preemption sets the mark back to 0.
+
+    What the step under way computes counts as computed: the device works in order, so whatever is scheduled next finds
+    it done. The token which that step samples is awaited: it has a place and can be run, but nobody knows it yet.
     """
 
     request_id: str
@@ -48,6 +51,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     row: int = NO_ROW
     num_computed_tokens: int = 0
+    num_awaited_tokens: int = 0
     num_committed_blocks: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Of the leading full blocks; hashed when first needed."""
@@ -61,6 +65,25 @@ class Request:
     num_lost_tokens: int = 0
     """Computed when it was preempted, and to be computed again."""
     finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known and awaited ones."""
+        return len(self.token_ids) + self.num_awaited_tokens
+
+    @property
+    def num_tokens_to_run(self) -> int:
+        """0 where the awaited token is the last that it may have: that one ends it, and is never run."""
+        num_tokens = len(self.token_ids) + self.num_awaited_tokens
+        if self.num_awaited_tokens and num_tokens >= self.max_num_tokens:
+            return 0
+        return num_tokens - self.num_computed_tokens
+
+    @property
+    def must_know_its_token(self) -> bool:
+        """Whether its next step can't be launched before its newest token is known: a grammar follows it on the host,
+        and a suspect runs step by step."""
+        return self.num_awaited_tokens > 0 and (self.run_alone or self.sampling.grammar is not None)
 
     @property
     def num_output_tokens(self) -> int:

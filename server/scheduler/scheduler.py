@@ -4,6 +4,8 @@
     ...the runner computes it...
     output = scheduler.update(batch, sampled, now)
 
+The next step may be scheduled while one is under way, before its update(): its tokens are then awaited ones.
+
 There are no phases. A running request has tokens that are computed and tokens to run; a step takes from all of them
 what its token budget allows. Chunked prefill, prefix hits, decode and recomputing after a preemption are that one case.
 """
@@ -14,22 +16,24 @@ from paging import KVCacheManager, extend_hashes
 from server.config import SchedulerConfig
 from server.errors import ConfigError
 from server.protocol import EngineStats, FinishReason, GenerateRequest, OutputDelta, StepOutput, TokenLogprobs
-from server.scheduler.batch import AdmittedRow, SampledRow, SampledTokens, ScheduledBatch, ScheduledItem
+from server.scheduler.batch import AWAITED, AdmittedRow, SampledRow, SampledTokens, ScheduledBatch, ScheduledItem
 from server.scheduler.books import Books
 from server.scheduler.capacity import why_it_never_fits
 from server.scheduler.planner import StepPlan, StepPlanner
-from server.scheduler.request import Request, make_request
+from server.scheduler.request import Request, RequestStatus, make_request
 from server.scheduler.turns import Turns
 
 NO_STEP = -1
+EMPTY_BATCH = ScheduledBatch(NO_STEP, [], [], [])
 _NEVER = float("inf")
 
 
 class Scheduler:
     """Owns every open request and the KV cache's books. Synchronous, no I/O, no clock.
 
-    `now` is time.monotonic() seconds. schedule() and update() take turns: a request's blocks are free for others as
-    soon as it ends, because no step is under way when they are handed out again.
+    `now` is time.monotonic() seconds. A request's blocks are free for others as soon as it ends, even if the step under
+    way still computes a token of it: the device works in order, so that token lies in a place that nobody reads before
+    the next owner has written it.
     """
 
     def __init__(self, *, config: SchedulerConfig, manager: KVCacheManager, max_model_len: int) -> None:
@@ -50,6 +54,9 @@ class Scheduler:
         """Of requests that ended outside a step; the next StepOutput carries them."""
         self._num_added = 0
         self._num_steps = 0
+        self._under_way: dict[int, list[Request]] = {}
+        """Of each scheduled step without an update(), its items' requests. A request may have ended meanwhile, and its
+        id be in use again."""
         self._next_deadline = _NEVER
         """No open request's deadline is earlier."""
 
@@ -99,9 +106,15 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------- a step out
 
     def schedule(self, now: float) -> ScheduledBatch:
-        """The next step. Empty where nothing is open. Passed deadlines are enforced here, waiting or running."""
+        """The next step. Empty where nothing is open, or nothing can run until the step under way is updated.
+
+        At most one is under way. Passed deadlines are enforced here, waiting or running.
+        """
+        assert len(self._under_way) <= 1
         if now >= self._next_deadline:
             self._expire(now)
+        if self._under_way and any(request.must_know_its_token for request in self._books.running):
+            return EMPTY_BATCH
         return self._build(self._planner.plan(now))
 
     def _expire(self, now: float) -> None:
@@ -115,14 +128,17 @@ class Scheduler:
                 self._next_deadline = min(self._next_deadline, request.deadline)
 
     def _build(self, plan: StepPlan) -> ScheduledBatch:
+        if not plan.num_new_tokens:
+            return EMPTY_BATCH
         items = []
         for request, num_new in plan.num_new_tokens.items():
             start = request.num_computed_tokens
             end = start + num_new
-            tokens = request.token_ids
-            items.append(ScheduledItem(request.request_id, request.row, start, tokens[start:end], end == len(tokens)))
-        if not items:
-            return ScheduledBatch(NO_STEP, [], [], [])
+            samples = end == request.num_tokens
+            tokens = request.token_ids[start:end] or [AWAITED]
+            items.append(ScheduledItem(request.request_id, request.row, start, tokens, samples))
+            request.num_computed_tokens = end
+            request.num_awaited_tokens += samples
         admitted = [
             AdmittedRow(r.request_id, r.row, r.sampling, r.prompt_token_ids, r.output_token_ids) for r in plan.admitted
         ]
@@ -130,37 +146,34 @@ class Scheduler:
             self._turns.serve(request.order[1])
         released, self._books.released_rows = self._books.released_rows, []
         self._num_steps += 1
+        self._under_way[self._num_steps] = list(plan.num_new_tokens)
         return ScheduledBatch(self._num_steps, items, admitted, released)
 
     # --------------------------------------------------------------------------------------------------- its results in
 
     def update(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutput:
-        """Takes a finished step's results. Requests that were aborted meanwhile are skipped."""
-        open_requests = self._books.requests
+        """Takes the results of the oldest step under way. Requests that have ended meanwhile are skipped."""
         rows = {row.request_id: row for row in sampled.rows}
         block_size = self._block_size
         deltas: list[OutputDelta] = []
         num_tokens = 0
-        for item in batch.items:
-            num_new = len(item.token_ids)
-            num_tokens += num_new
-            request = open_requests.get(item.request_id)
-            if request is None:
+        for item, request in zip(batch.items, self._under_way.pop(batch.step_id), strict=True):
+            num_tokens += len(item.token_ids)
+            request.num_awaited_tokens -= item.samples
+            if request.status is RequestStatus.FINISHED:
                 continue
             if item.request_id in sampled.failed:
                 deltas.append(self._end(request, FinishReason.ERROR, error=sampled.failed[item.request_id]))
                 continue
-            computed = item.start + num_new
-            request.num_computed_tokens = computed
-            if computed // block_size > request.num_committed_blocks:
-                self._commit(request)
+            num_full = item.end // block_size
+            if num_full > request.num_committed_blocks and request.status is RequestStatus.RUNNING:
+                self._commit(request, num_full)
             if item.samples:
                 deltas.append(self._absorb(request, rows[item.request_id], now))
         return self._output(batch.step_id, deltas, num_tokens, now)
 
-    def _commit(self, request: Request) -> None:
-        """Lets others find the blocks that are full now."""
-        num_full = request.num_computed_tokens // self._block_size
+    def _commit(self, request: Request, num_full: int) -> None:
+        """Lets others find its first num_full blocks."""
         if self._manager.enable_prefix_cache:
             hashes = request.block_hashes
             extend_hashes(hashes, request.token_ids, block_size=self._block_size, salt=request.cache_salt)

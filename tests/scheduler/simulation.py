@@ -6,6 +6,7 @@ prefix shared by mistake or a token computed out of turn changes the answer. `ex
 any of it.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,8 +14,16 @@ import numpy as np
 
 from paging import KVCacheManager, blocks_needed
 from server.config import SchedulerConfig
-from server.protocol import FinishReason, GenerateRequest, OutputDelta, SamplingParams, StepOutput, TokenLogprobs
-from server.scheduler.batch import AdmittedRow, SampledRow, SampledTokens, ScheduledBatch
+from server.protocol import (
+    FinishReason,
+    GenerateRequest,
+    GrammarSpec,
+    OutputDelta,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
+from server.scheduler.batch import AWAITED, AdmittedRow, SampledRow, SampledTokens, ScheduledBatch
 from server.scheduler.scheduler import Scheduler
 
 VOCAB = 50
@@ -73,6 +82,7 @@ class FakeRunner:
         self._rows: dict[int, _Row] = {}
         self.num_computed_tokens = 0
         self.largest_row = -1
+        self.num_awaited = 0
 
     def run(self, batch: ScheduledBatch) -> SampledTokens:
         for row in batch.released_rows:
@@ -95,11 +105,17 @@ class FakeRunner:
         if state.num_computed is None:
             state.num_computed = item.start
         assert item.start == state.num_computed, "tokens were skipped or computed twice"
-        assert item.token_ids == state.tokens[item.start : item.end]
+        tokens = state.tokens[item.start : item.end]
+        if item.token_ids == [AWAITED]:
+            assert item.end == len(state.tokens) > len(state.admitted.prompt_token_ids), "nothing was sampled"
+            assert state.admitted.sampling.grammar is None, "a grammar has not seen the token yet"
+            self.num_awaited += 1
+        else:
+            assert item.token_ids == tokens
         assert item.samples == (item.end == len(state.tokens))
         slots = self._slots(item.row, item.end)
         value = int(self._kv[slots[item.start - 1]]) if item.start else 0
-        for position, token in enumerate(item.token_ids, item.start):
+        for position, token in enumerate(tokens, item.start):
             value = _next_value(value, token)
             self._kv[slots[position]] = value
         state.num_computed = item.end
@@ -137,7 +153,7 @@ class Answer:
 
 
 class Simulation:
-    """A scheduler, a fake runner and the clients. One tick a step."""
+    """A scheduler, a fake runner and the clients. One tick a step. lookahead: steps under way when one is scheduled."""
 
     def __init__(
         self,
@@ -151,7 +167,10 @@ class Simulation:
         policy: str = "fcfs",
         watermark: float = 0.0,
         enable_prefix_cache: bool = True,
+        lookahead: int = 0,
     ) -> None:
+        self.lookahead = lookahead
+        self._under_way: deque[tuple[ScheduledBatch, SampledTokens]] = deque()
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -185,11 +204,13 @@ class Simulation:
         self.scheduler.abort(list(request_ids))
 
     def step(self, *, check: bool = True) -> ScheduledBatch:
-        """One step, or the news of a moment without one."""
+        """One step, or the news of a moment without one. Returns what was launched."""
         self.now += 1.0
         batch = self.scheduler.schedule(self.now)
         if batch:
-            self.receive(self.scheduler.update(batch, self.runner.run(batch), self.now))
+            self._under_way.append((batch, self.runner.run(batch)))
+        if len(self._under_way) > (self.lookahead if batch else 0):
+            self.receive(self.scheduler.update(*self._under_way.popleft(), self.now))
         elif (output := self.scheduler.take_finished(self.now)) is not None:
             self.receive(output)
         if check:
@@ -199,12 +220,17 @@ class Simulation:
     def run(self, *, max_steps: int = 10_000, check: bool = True) -> None:
         """Until nothing is open."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.has_work:
                 break
-            assert self.step(check=check), "requests are open, but nothing can run"
-        assert not self.scheduler.has_work, f"not done after {max_steps} steps"
+            waited = bool(self._under_way)
+            assert self.step(check=check) or waited, "requests are open, but nothing can run"
+        assert not self.has_work, f"not done after {max_steps} steps"
         if (output := self.scheduler.take_finished(self.now)) is not None:
             self.receive(output)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._under_way)
 
     def receive(self, output: StepOutput) -> None:
         self.num_preemptions += output.stats.num_preemptions
@@ -232,6 +258,7 @@ def request(
     stop_token_ids: tuple[int, ...] = (),
     min_tokens: int = 0,
     prompt_logprobs: int | None = None,
+    grammar: GrammarSpec | None = None,
     **fields,
 ) -> GenerateRequest:
     sampling = SamplingParams(
@@ -240,5 +267,6 @@ def request(
         stop_token_ids=stop_token_ids,
         min_tokens=min_tokens,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
     return GenerateRequest(request_id, list(prompt), sampling, fields.pop("arrival_time", 0.0), **fields)

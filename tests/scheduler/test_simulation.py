@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from server.protocol import FinishReason, GenerateRequest
+from server.protocol import FinishReason, GenerateRequest, GrammarSpec
 from tests.scheduler.simulation import Simulation, expected_tokens, request
 
-NUM_WORKLOADS = 2400
+NUM_WORKLOADS = 1600
 PARTS = 8
 
 
@@ -30,6 +30,7 @@ def _random_requests(rng: random.Random, simulation: Simulation) -> list[Generat
             priority=rng.randrange(3),
             cache_salt=rng.choice(["", "", "tenant"]),
             run_alone=rng.random() < 0.05,
+            grammar=GrammarSpec("regex", "a*") if rng.random() < 0.05 else None,
         )
         if rng.random() < 0.15:
             new = _resume(new, rng)
@@ -53,7 +54,7 @@ def _resume(new: GenerateRequest, rng: random.Random) -> GenerateRequest:
     )
 
 
-def _random_simulation(rng: random.Random) -> Simulation:
+def _random_simulation(rng: random.Random, lookahead: int) -> Simulation:
     block_size = rng.choice([1, 2, 4, 4, 8, 16])
     max_num_seqs = rng.choice([1, 2, 4, 8, 16])
     return Simulation(
@@ -66,6 +67,7 @@ def _random_simulation(rng: random.Random) -> Simulation:
         policy=rng.choice(["fcfs", "priority"]),
         watermark=rng.choice([0.0, 0.01, 0.2]),
         enable_prefix_cache=rng.random() < 0.7,
+        lookahead=lookahead,
     )
 
 
@@ -89,14 +91,16 @@ def _check_order_of_service(simulation: Simulation) -> None:
     simulation.scheduler.check_invariants()
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_workloads_give_the_undisturbed_answers(part: int) -> None:
+def test_random_workloads_give_the_undisturbed_answers(part: int, lookahead: int) -> None:
     """Catches starvation, deadlock, double ends, leaks, wrong block mappings, and any answer that memory pressure,
-    chunking, prefix sharing, priorities, preemption, aborts of others or a resumption changes."""
-    preemptions = hits = resumed = aborted = 0
+    chunking, prefix sharing, priorities, preemption, aborts of others, a resumption, or a step that is scheduled while
+    the one before is under way changes."""
+    preemptions = hits = resumed = aborted = awaited = 0
     for number in range(part, NUM_WORKLOADS, PARTS):
         rng = random.Random(number)
-        simulation = _random_simulation(rng)
+        simulation = _random_simulation(rng, lookahead)
         requests = _random_requests(rng, simulation)
         arriving = sorted((rng.randrange(20) if rng.random() < 0.5 else 0, r.request_id, r) for r in requests)
         victims = {r.request_id for r in requests if rng.random() < 0.1}
@@ -106,17 +110,19 @@ def test_random_workloads_give_the_undisturbed_answers(part: int) -> None:
                 simulation.add(arriving.pop(0)[2])
             if victims and tick and rng.random() < 0.1:
                 simulation.abort(victims.pop())
-            if not arriving and not simulation.scheduler.has_work:
+            if not arriving and not simulation.has_work:
                 break
-            _check_order_of_service(simulation)
+            simulation.step() if lookahead else _check_order_of_service(simulation)
         simulation.run()
         _check_answers(simulation, requests, context=f"workload {number}")
         preemptions += simulation.num_preemptions
         hits += simulation.hit_tokens
         resumed += sum(bool(r.resumed_token_ids) for r in requests)
         aborted += sum(a.finish_reason is FinishReason.ABORT for a in simulation.answers.values())
+        awaited += simulation.runner.num_awaited
     happened = {"preemptions": preemptions, "hits": hits, "resumed": resumed, "aborted": aborted}
     assert min(happened.values()) > 10, f"the workloads were too tame: {happened}"
+    assert (awaited > 1000) == (lookahead > 0)
 
 
 def _check_answers(simulation: Simulation, requests: list[GenerateRequest], *, context: str) -> None:
