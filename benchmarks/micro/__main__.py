@@ -3,21 +3,20 @@
 python -m benchmarks.micro [--json FILE]
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.micro.host import GROUPS, REFERENCE_LOOP_NS, Figure
+from server.bench.arguments import Parser, output_file
 from server.bench.ceilings import python_loop_ns
 from server.bench.report import Report, environment
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result")
+    parser = Parser(prog="python -m benchmarks.micro", description=__doc__)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the whole result")
     args = parser.parse_args()
     figures: list[tuple[Figure, float]] = []
     with Progress(console=Console(stderr=True), auto_refresh=False) as progress:

@@ -3,23 +3,22 @@
 python -m benchmarks.paper [--json FILE]
 """
 
-import argparse
 import dataclasses
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.paper.claims import CLAIMS
+from server.bench.arguments import Parser, output_file
 from server.bench.report import Report, environment
 
 VERDICTS = {True: "holds", False: "MISSED"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result")
+    parser = Parser(prog="python -m benchmarks.paper", description=__doc__)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the whole result")
     args = parser.parse_args()
     verdicts = [claim() for claim in track(CLAIMS, "claims", console=Console(stderr=True))]
     report = Report(title="Published claims on our own scheduler, simulated", environment=environment())

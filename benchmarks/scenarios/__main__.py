@@ -3,25 +3,24 @@
 python -m benchmarks.scenarios [--only S2] [--json FILE]
 """
 
-import argparse
 import asyncio
 import dataclasses
 import sys
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.scenarios.serving import SCENARIOS, Outcome
+from server.bench.arguments import Parser, output_file
 from server.bench.ceilings import measure_in_child
 from server.bench.report import Report, environment
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scenarios", description=__doc__)
-    parser.add_argument("--only", default="", metavar="ID", help="one of the targets")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result")
+    parser = Parser(prog="python -m benchmarks.scenarios", description=__doc__)
+    parser.add_argument("--only", choices=[f"S{i}" for i in range(1, 8)], default="", help="one of the targets")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the whole result")
     args = parser.parse_args()
     report = Report(title="Serving targets", environment=environment())
     report.ceilings = msgspec.to_builtins(measure_in_child())

@@ -19,5 +19,7 @@ def main(argv: Sequence[str]) -> int:
     lines = [f"  {name:<10}{purpose}" for name, purpose in BENCHMARKS.items()]
     wants_help = bool(argv) and argv[0] in {"-h", "--help"}
     stream = sys.stdout if wants_help else sys.stderr
+    if argv and not wants_help:
+        stream.write(f"error: there is no benchmark {argv[0]!r}; choose one of these\n\n")
     stream.write("\n".join(["usage: pageturner bench BENCHMARK [FLAGS]", "", *lines]) + "\n")
     return 0 if wants_help else 2

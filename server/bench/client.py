@@ -57,7 +57,8 @@ class Target(msgspec.Struct, frozen=True):
     api_key: str | None = None
 
     def head(self, method: str, path: str, length: int) -> bytes:
-        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {self.host}:{self.port}", "Accept: */*"]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {host}:{self.port}", "Accept: */*"]
         if length:
             lines += ["Content-Type: application/json", f"Content-Length: {length}"]
         if self.api_key:
@@ -66,12 +67,22 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def parse_target(url: str, api_key: str | None = None) -> Target:
-    """Accepts http://host:port, with or without a trailing /v1. Raises ValueError for anything else."""
+    """Accepts http://host:port, with or without a trailing /v1. Raises ValueError, with what to write, for the rest."""
+    want = f"{url!r}: want http://HOST:PORT"
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme != "http" or not parts.hostname:
-        raise ValueError(f"{url}: want http://HOST:PORT; put a proxy in front of anything else")
+        raise ValueError(f"{want}; put a proxy in front of anything else")
+    if parts.username is not None or parts.query or parts.fragment or not all("!" <= c <= "~" for c in url):
+        raise ValueError(f"{want} without a user, a query or blanks; a key goes into --api-key")
+    try:
+        port = parts.port
+        parts.hostname.encode("idna")
+    except ValueError:
+        raise ValueError(f"{want}; that host or port can't be") from None
+    if port == 0:
+        raise ValueError(f"{want}; nobody listens on port 0")
     prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Target(host=parts.hostname, port=parts.port or 80, prefix=prefix, api_key=api_key)
+    return Target(host=parts.hostname, port=port or 80, prefix=prefix, api_key=api_key)
 
 
 class Connection(asyncio.Protocol):

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,10 +16,12 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from kernels.backend import resolve
+from kernels.backend import BACKENDS, resolve
+from kernels.errors import BackendUnavailable
 from kernels.layout import KVCacheSpec
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops
+from server.bench.arguments import Parser, output_file
 from server.bench.ceilings import Ceilings, measure
 from server.bench.report import Report, environment
 
@@ -144,15 +145,33 @@ ATTENTION = ((1, 1, 1024), (1, 1, 8192), (8, 1, 256), (32, 1, 256), (32, 1, 1024
 LINEAR = (1, 8, 32, 128, 512)
 
 
+def device(text: str) -> str:
+    """A device that this torch can use."""
+    try:
+        known = torch.device(text).type in {"cpu", "cuda"}
+    except RuntimeError:
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; give cpu, cuda or cuda:0")
+    if text.startswith("cuda") and (torch.device(text).index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(
+            f"this PyTorch sees {torch.cuda.device_count()} GPUs; give one of them, or cpu"
+        )
+    return text
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pageturner bench kernels", description=__doc__)
+    parser = Parser(prog="pageturner bench kernels", description=__doc__)
     add = parser.add_argument
-    add("--device", default="cpu", help="cpu or cuda [%(default)s]")
-    add("--backend", default="auto", help="auto, cpu, triton or reference [%(default)s]")
+    add("--device", type=device, default="cpu", help="cpu or cuda [%(default)s]")
+    add("--backend", choices=BACKENDS, default="auto", help="[%(default)s]")
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of activations, weights and KV [%(default)s]")
-    add("--json", type=Path, metavar="FILE", help="write the whole result")
+    add("--json", type=output_file, metavar="FILE", help="write the whole result")
     args = parser.parse_args(argv)
-    ops = resolve(args.backend, args.device)
+    try:
+        ops = resolve(args.backend, args.device)
+    except BackendUnavailable as error:
+        parser.error(str(error))
     ceilings = measure()
     bench = Bench(ops, torch.device(args.device), DTYPES[args.dtype], Shape(), ceilings)
     jobs = [partial(bench.attention, *sizes) for sizes in ATTENTION] + [partial(bench.linear, n) for n in LINEAR]

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from paging import blocks_needed
+from server.bench.arguments import Parser, output_file, output_folder, whole
 from server.bench.ceilings import python_loop_ns
 from server.bench.kv_costs import COSTS
 from server.bench.kv_lesson import PROMPT_LEN, Lesson, lengths_up_to, total_without, typical
@@ -31,6 +32,7 @@ RESERVED = 2048
 """The context that a server without paging sets aside for each request; longer ones are cut."""
 CONTEXTS = (1024, 1025, 4096, 32768)
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 MIB = 1 << 20
 
 
@@ -118,19 +120,22 @@ def write_plot(path: Path, series: Mapping[str, Points], title: str, x_label: st
 
 def main(argv: list[str] | None = None) -> int:
     """0, or 2 where the model can't be loaded."""
-    parser = argparse.ArgumentParser(prog="pageturner bench kv-cache", description=__doc__)
+    parser = Parser(prog="pageturner bench kv-cache", description=__doc__)
     add = parser.add_argument
     add("--model", default="", help="as for serve [the embedded default]")
-    add("--dtype", default="auto", help="of the run with the model [%(default)s]")
-    add("--tokens", type=int, default=1024, help="how long the answer grows [%(default)s]")
+    add("--dtype", choices=DTYPES, default="auto", help="of the run with the model [%(default)s]")
+    add("--tokens", type=whole(PROMPT_LEN + 1), default=1024, help="how long the answer grows [%(default)s]")
     add("--no-model", action="store_true", help="only what needs no run of the model")
-    add("--plots", type=Path, metavar="FOLDER", help="write the curves as SVG")
-    add("--json", type=Path, metavar="FILE", help="write the whole result")
+    add("--plots", type=output_folder, metavar="FOLDER", help="write the curves as SVG")
+    add("--json", type=output_file, metavar="FILE", help="write the whole result")
     args = parser.parse_args(argv)
     loop_ns = python_loop_ns()
     report = Report(title="KV cache", environment=environment(), ceilings={"python_loop_ns": loop_ns})
     report.config = {"model": args.model, "dtype": args.dtype, "tokens": args.tokens}
     try:
+        positions = read_spec(locate(args.model)).max_position
+        if args.tokens >= positions:
+            parser.error(f"--tokens {args.tokens}: the model has {positions} positions; give at most {positions - 1}")
         if not args.no_model:
             show_lesson(report, args)
         show_memory(report, args.model)

@@ -99,8 +99,7 @@ class Report:
             _console().print(f"The machine was busy before the run (load {where['load_before']}).", style="yellow")
 
     def write_json(self, path: Path) -> None:
-        """Creates the parent folder; replaces the file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Replaces the file."""
         parts = ("environment", "ceilings", "config", "metrics", "raw")
         content = {"title": self.title} | {part: getattr(self, part) for part in parts}
         path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))

@@ -5,7 +5,6 @@ import functools
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,51 +13,69 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from server.bench import load
+from server.bench.arguments import Parser, connections_left, limits, output_file, real, several, whole, word
 from server.bench.ceilings import ceiling_rows, measure_in_child
-from server.bench.client import Call, Pool, parse_target
+from server.bench.client import Call, Pool, Target, parse_target
 from server.bench.report import Report, environment
 
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
+MAX_WORDS = 1_000_000
+DAY_S = 86_400
 _LATENCIES = ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99", "E2EL p50", "p99")
 COLUMNS = ["load", "requests", "failed", "out tok/s", "req/s", *_LATENCIES, "goodput", "client CPU"]
 
 
-def numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def url(text: str) -> str:
+    """A server's address as it was given, once it is known to be one."""
+    try:
+        parse_target(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
-def limits(text: str) -> dict[str, float]:
-    """ "ttft=500,tpot=50" -> milliseconds by name."""
-    pairs = dict(part.split("=", 1) for part in text.split(","))
-    if unknown := set(pairs) - {"ttft", "tpot", "e2el"}:
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(sorted(unknown))}: limits are ttft, tpot and e2el, in milliseconds"
-        )
-    return {name: float(value) for name, value in pairs.items()}
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pageturner bench serve", description="Measure an OpenAI-compatible server.")
-    add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="the server, with or without /v1 [%(default)s]")
-    add("--api-key", help="sent as a bearer token")
+def build_parser() -> Parser:
+    parser = Parser(prog="pageturner bench serve", description="Measure an OpenAI-compatible server.")
+    add, load_kind = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("--url", type=url, default="http://127.0.0.1:8000", help="the server, with or without /v1 [%(default)s]")
+    add("--api-key", type=word, metavar="KEY", help="sent as a bearer token")
     add("--model", help="name in the requests; default: the first of /v1/models")
     add("--endpoint", choices=("completions", "chat"), default="completions", help="[%(default)s]")
-    add("--clients", type=numbers, default=[1, 8, 32], help="closed loop: so many users each time [1,8,32]")
-    add("--rate", type=numbers, help="Poisson arrivals instead: requests a second, each in turn")
-    add("--requests", type=int, help="requests a level; default: 8 and 4 for each client")
-    add("--warmup", type=int, default=2, help="requests before the first level that don't count [%(default)s]")
-    add("--prompt-words", type=int, default=128, help="random words a prompt [%(default)s]")
-    add("--shared-words", type=int, default=0, help="of them, the same in every prompt [%(default)s]")
-    add("--max-tokens", type=int, default=64, help="tokens an answer [%(default)s]")
-    add("--temperature", type=float, default=0.0, help="[%(default)s]")
+    clients = several(whole(1, connections_left()))
+    load_kind.add_argument(
+        "--clients", type=clients, default=[1, 8, 32], help="closed loop: so many users each time [1,8,32]"
+    )
+    load_kind.add_argument(
+        "--rate", type=several(real(0.001, 100_000)), help="Poisson arrivals instead: requests a second, each in turn"
+    )
+    add("--requests", type=whole(1), help="requests a level; default: 8 and 4 for each client")
+    add("--warmup", type=whole(0), default=2, help="requests before the first level that don't count [%(default)s]")
+    add("--prompt-words", type=whole(1, MAX_WORDS), default=128, help="random words a prompt [%(default)s]")
+    add("--shared-words", type=whole(0, MAX_WORDS), default=0, help="of them, the same in every prompt [%(default)s]")
+    add("--max-tokens", type=whole(1), default=64, help="tokens an answer [%(default)s]")
+    add("--temperature", type=real(0), default=0.0, help="[%(default)s]")
     add("--plain", action="store_true", help="send no extension of OpenAI's fields; answers may then end early")
-    add("--goodput", type=limits, default={}, metavar="ttft=MS,tpot=MS", help="count requests that met these limits")
-    add("--timeout", type=float, default=600.0, help="seconds a request may take [%(default)s]")
+    goodput = limits(("ttft", "tpot", "e2el"))
+    add("--goodput", type=goodput, default={}, metavar="ttft=MS,tpot=MS", help="count requests that met these limits")
+    add("--timeout", type=real(0.001, DAY_S), default=600.0, help="seconds a request may take [%(default)s]")
     add("--seed", default="0", help="of prompts and arrivals [%(default)s]")
     add("--no-ceilings", action="store_true", help="don't measure the machine first")
-    add("--json", type=Path, metavar="FILE", help="write the whole result")
+    add("--json", type=output_file, metavar="FILE", help="write the whole result")
     return parser
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Exits with status 2 where a value, or two together, make no sense."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.shared_words > args.prompt_words:
+        parser.error(f"--shared-words {args.shared_words}: a prompt has only {args.prompt_words}; raise --prompt-words")
+    busiest = int(max(args.clients))
+    if args.requests and not args.rate and args.requests < busiest:
+        parser.error(f"--requests {args.requests} can't keep {busiest} clients busy; give at least {busiest}")
+    if args.model is not None and not args.model.strip():
+        parser.error("--model is empty; leave it out for the first that the server names")
+    return args
 
 
 class Level(msgspec.Struct, frozen=True):
@@ -111,10 +128,21 @@ async def run_level(
     return calls, (time.process_time() - cpu) / (time.perf_counter() - begin)
 
 
-async def measure(args: argparse.Namespace, report: Report, progress: Progress) -> None:
-    """Fills the report. Raises OSError where the server can't be reached at all."""
+async def first_model(target: Target) -> str:
+    """Raises OSError where the server can't be reached or names no model."""
+    pool = Pool(target)
+    try:
+        answer = await pool.get("/v1/models")
+        return str(json.loads(answer)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise OSError("/v1/models names no model; is this an OpenAI-compatible server? Else give --model") from None
+    finally:
+        pool.close()
+
+
+async def measure(args: argparse.Namespace, model: str, report: Report, progress: Progress) -> None:
+    """Fills the report."""
     pool = Pool(parse_target(args.url, args.api_key))
-    model = args.model or json.loads(await pool.get("/v1/models"))["data"][0]["id"]
     workload = load.Workload(
         endpoint=args.endpoint,
         prompt_words=args.prompt_words,
@@ -156,20 +184,22 @@ def table_rows(metrics: dict[str, Any]) -> list[list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """0, or 1 where a request failed or the server can't be reached."""
-    args = build_parser().parse_args(argv)
+    args = parse(argv)
     errors = Console(stderr=True)
+    target = parse_target(args.url, args.api_key)
     report = Report(title="Serving (latencies in ms)", environment=environment())
-    if not args.no_ceilings and parse_target(args.url).host in LOCAL:
+    try:
+        model = args.model or uvloop.run(first_model(target))
+    except OSError as error:
+        errors.print(f"{args.url}: {error}", markup=False)
+        return 1
+    if not args.no_ceilings and target.host in LOCAL:
         ceilings = measure_in_child()
         report.ceilings = msgspec.to_builtins(ceilings)
         report.show_table(["ceiling", "value", "unit"], ceiling_rows(ceilings), title="Ceilings of this machine")
     columns = [TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    try:
-        with Progress(*columns, TextColumn("{task.fields[speed]}"), console=errors) as progress:
-            uvloop.run(measure(args, report, progress))
-    except OSError as error:
-        errors.print(f"{args.url}: {error}")
-        return 1
+    with Progress(*columns, TextColumn("{task.fields[speed]}"), console=errors) as progress:
+        uvloop.run(measure(args, model, report, progress))
     report.show_table(COLUMNS, table_rows(report.metrics))
     report.show_environment()
     failures = {name: level["failures"] for name, level in report.metrics.items() if level["failed"]}

@@ -169,8 +169,8 @@ def run_main(arguments: list[str], *answers: bytes | None) -> tuple[int, Scripte
 
 def test_main_writes_every_level(tmp_path, capsys):
     """A level without figures, or JSON without what is needed to compare two runs."""
-    file = tmp_path / "out" / "serve.json"
-    arguments = ["--clients", "1,3", "--requests", "5", "--goodput", "tpot=60000,ttft=0", "--json", str(file)]
+    file = tmp_path / "serve.json"
+    arguments = ["--clients", "1,3", "--requests", "5", "--goodput", "tpot=60000,ttft=0.001", "--json", str(file)]
     code, scripted = run_main(arguments, http(answer("a", "b", usage=2)))
     result = json.loads(file.read_text())
     assert code == 0
@@ -201,6 +201,15 @@ def test_main_without_a_server(capsys):
     """A traceback instead of one line."""
     assert serve.main(["--url", "http://127.0.0.1:9", "--no-ceilings"]) == 1
     assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("models", [b"hello", b"[]", b'{"data": []}', b'{"data": [{}]}'])
+def test_main_where_no_model_is_named(models, monkeypatch, capsys):
+    """Something else answers on that port: a traceback instead of a line that says so."""
+    monkeypatch.setattr(f"{__name__}.MODELS", http(models))
+    code, _ = run_main(["--clients", "1"], http(answer("a")))
+    assert code == 1
+    assert "names no model" in capsys.readouterr().err
 
 
 def test_prompts_repeat_by_seed_and_share_what_was_asked():
@@ -236,10 +245,3 @@ def test_figures_of_known_calls():
     assert figures["goodput_per_s"] == pytest.approx(1 / 4)
     assert (figures["completed"], figures["failed"], figures["failures"]) == (1, 1, {"x": 1})
     assert math.isnan(load.summarize([bad], {})["ttft_ms"]["p50"])
-
-
-@pytest.mark.parametrize("url", ["https://a", "ftp://a", "http://"])
-def test_urls_it_cannot_speak_to(url):
-    """TLS spoken to in plain text: the run hangs until its timeout."""
-    with pytest.raises(ValueError, match="http"):
-        parse_target(url)
