@@ -34,7 +34,7 @@ class LayerKV:
 
     reference, triton: key, value [num_blocks, block_size, num_kv_heads, head_dim]
     cpu: key, value [num_blocks, num_kv_heads, block_size, head_dim], why: kernels.cpu
-    native: kernels.cpu.native_ops.NativeLayerKV
+    native: kernels.cpu.native_lib.NativeLayerKV
 
     key_scale, value_scale: float32 scalars; what is stored times the scale is meant. 8-bit caches only.
     """

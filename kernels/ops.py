@@ -50,6 +50,65 @@ class QkvLayout:
     norm_eps: float = 1e-6
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's packed weights. Norm weights are [C] in the activations' dtype.
+
+    local_rope: whether the plan's local table is this layer's. window: see Ops.attention.
+    post_attention_norm, post_mlp_norm: only where the family norms what it adds to the residual (Gemma 3).
+    """
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    qkv_layout: QkvLayout
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    local_rope: bool
+    window: int
+    post_attention_norm: torch.Tensor | None = None
+    post_mlp_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderPlan:
+    """All layers, from the embedded tokens to the normed hidden states.
+
+    cos_sin, local_cos_sin: see Ops.rope_and_write_kv. dtype: of the activations and the norm weights. activation: see
+    Ops.gated_activation.
+    """
+
+    layers: tuple[DecoderLayer, ...]
+    final_norm: torch.Tensor
+    cos_sin: torch.Tensor
+    local_cos_sin: torch.Tensor
+    dtype: torch.dtype
+    norm_eps: float
+    activation: str
+    attention_scale: float
+    attention_soft_cap: float
+
+
+class FusedDecoder(Protocol):
+    """A whole plan in one call, with the bits of its operations called one by one."""
+
+    def __call__(
+        self, x: torch.Tensor, meta: AttentionMetadata, cache: KVCache, rows: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Writes the keys and values of all T tokens. Returns the normed hidden states [S, C] of the wanted ones, or
+        None, having written nothing, where this cache is not one that it serves.
+
+        x: [T, C], the embedded tokens; may be written to. rows: i64[S], or None for all. Raises IndexError for a row
+        that is not in [0, T).
+        """
+
+
+DecoderFuser = Callable[[DecoderPlan], FusedDecoder | None]
+"""None for a plan that is not within its reach. What it makes keeps the plan and the last cache alive, and serves one
+thread at a time."""
+
+
 class Sampler(Protocol):
     """From logits to tokens in one launch."""
 
@@ -76,10 +135,12 @@ class Ops(Protocol):
     the newest step's metadata, which all layers share: one thread at a time.
 
     sampler: None where the server's own sampler is to choose the tokens.
+    fuse_decoder: None where a decoder is to call the operations one by one.
     """
 
     name: str
     sampler: Sampler | None
+    fuse_decoder: DecoderFuser | None
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
         """Zero-filled cache of num_blocks blocks, the null block included."""

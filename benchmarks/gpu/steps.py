@@ -7,8 +7,8 @@ import torch
 from benchmarks.gpu.batches import Problem, Shape
 from benchmarks.gpu.bench import Bench
 from kernels.layout import KVCache, KVCacheSpec
-from kernels.ops import Linear, QkvLayout
-from server.models.decoder import Decoder, DecoderLayer
+from kernels.ops import DecoderLayer, Linear, QkvLayout
+from server.models.decoder import Decoder
 from server.models.spec import ModelSpec, RopeSpec
 
 _SIZES = {

@@ -5,6 +5,7 @@ the same bits whatever else is in the batch, however its prompt was chunked, and
 """
 
 import ctypes
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -12,24 +13,14 @@ import torch
 
 from kernels.cpu import CpuOps
 from kernels.cpu.linear import dense
-from kernels.cpu.native_lib import DTYPES, Step, load, step_of
+from kernels.cpu.native_decoder import fuse
+from kernels.cpu.native_lib import ACTIVATIONS, DTYPES, NativeLayerKV, Step, load, step_of
 from kernels.cpu.native_linear import KINDS, PackedLinear, QuantizedEmbedding, keeps
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, Weight
 
-ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1}
 MAX_HEAD_DIM: Final = 512
-
-
-class NativeLayerKV(LayerKV):
-    """One layer's keys and values in 4-byte units: floats, or pairs of bf16 along the axis that is summed over.
-
-    bfloat16: key [num_blocks, KVH, D / 2, block_size, 2 dims], value [num_blocks, KVH, block_size / 2, D, 2 tokens]
-    float32:  key [num_blocks, KVH, D, block_size],             value [num_blocks, KVH, block_size, D]
-    """
-
-    __slots__ = ()
 
 
 class NativeOps(CpuOps):
@@ -42,6 +33,7 @@ class NativeOps(CpuOps):
         super().__init__()
         self.lib: Final = load() if lib is None else lib
         self.kinds: Final = frozenset(name for name, kind in KINDS.items() if self.lib.pt_quant_supported(kind))
+        self.fuse_decoder = partial(fuse, self.lib)
         self._step: tuple[AttentionMetadata, Step] | None = None  # every layer of a step passes the same metadata
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:

@@ -8,7 +8,7 @@ from kernels.cpu.attention import paged_attention
 from kernels.cpu.step import AttentionShape, Step
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Linear, QkvLayout, Sampler, Weight
+from kernels.ops import DecoderFuser, Linear, QkvLayout, Sampler, Weight
 
 
 class CpuOps:
@@ -20,6 +20,7 @@ class CpuOps:
 
     name = "cpu"
     sampler: Sampler | None = None
+    fuse_decoder: DecoderFuser | None = None
 
     def __init__(self) -> None:
         self._last_step: Step | None = None

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kernels.layout import KVCache, KVCacheSpec, LayerKV, allocate_token_major
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Linear, QkvLayout, Sampler, Weight
+from kernels.ops import DecoderFuser, Linear, QkvLayout, Sampler, Weight
 
 
 class ReferenceOps:
@@ -16,6 +16,7 @@ class ReferenceOps:
 
     name = "reference"
     sampler: Sampler | None = None
+    fuse_decoder: DecoderFuser | None = None
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
         """An 8-bit float cache gets one float32 scale a layer for keys and one for values, both 1."""

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from kernels.errors import BackendUnavailable
 from kernels.layout import KVCache, KVCacheSpec, LayerKV, allocate_token_major
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Linear, QkvLayout, QuantizedWeight, Sampler, Weight
+from kernels.ops import DecoderFuser, Linear, QkvLayout, QuantizedWeight, Sampler, Weight
 from kernels.triton.activation import gated_activation
 from kernels.triton.decode_attention import MAX_QUERY_LEN, REQUESTS_LEAST, decode_attention
 from kernels.triton.kv_write import rope_and_write_kv
@@ -25,6 +25,7 @@ class TritonOps:
     """
 
     name = "triton"
+    fuse_decoder: DecoderFuser | None = None
 
     def __init__(
         self, device: str | torch.device = "cuda", *, deterministic: bool = False, target: Target | None = None

@@ -3,41 +3,19 @@
 Shapes: T tokens of this step, C hidden size, H heads, KVH key/value heads, D head dim, I MLP size, V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from kernels.layout import KVCache
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Linear, Ops, QkvLayout
+from kernels.ops import DecoderLayer, DecoderPlan, FusedDecoder, Linear, Ops
 from server.models.rope import rope_table
 from server.models.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer's packed weights. Norm weights are [C] in the activations' dtype.
-
-    local_rope: whether the spec's local embedding is this layer's.
-    post_attention_norm, post_mlp_norm: only where the family norms what it adds to the residual (Gemma 3).
-    """
-
-    input_norm: torch.Tensor
-    qkv: Linear
-    qkv_layout: QkvLayout
-    output: Linear
-    mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
-    local_rope: bool
-    window: int
-    post_attention_norm: torch.Tensor | None = None
-    post_mlp_norm: torch.Tensor | None = None
 
 
 class Decoder:
     """A loaded model. Holds no state between steps: the KV cache is the caller's.
 
+    Where the backend has a form of all layers in one call, steps go that way; `layer_by_layer` says what is computed.
     weight_bytes: what the weights take in memory. Written by: the loader.
     """
 
@@ -67,6 +45,7 @@ class Decoder:
         self._freq_factors = freq_factors
         self._device = device
         self._cos_sin = self._local_cos_sin = torch.empty(0)
+        self._fused: FusedDecoder | None = None
         self.prepare_positions(1)
 
     def prepare_positions(self, num_positions: int) -> None:
@@ -76,6 +55,20 @@ class Decoder:
         self._cos_sin = rope_table(spec.rope, num_positions, freq_factors=self._freq_factors).to(self._device)
         local = None if spec.local_rope is None else rope_table(spec.local_rope, num_positions).to(self._device)
         self._local_cos_sin = self._cos_sin if local is None else local
+        self._fused = None if self.ops.fuse_decoder is None else self.ops.fuse_decoder(self._plan())
+
+    def _plan(self) -> DecoderPlan:
+        return DecoderPlan(
+            layers=tuple(self._layers),
+            final_norm=self._final_norm,
+            cos_sin=self._cos_sin,
+            local_cos_sin=self._local_cos_sin,
+            dtype=self.dtype,
+            norm_eps=self.spec.norm_eps,
+            activation=self.spec.activation,
+            attention_scale=self.spec.attention_scale,
+            attention_soft_cap=self.spec.attention_soft_cap,
+        )
 
     def forward(
         self, token_ids: torch.Tensor, meta: AttentionMetadata, cache: KVCache, rows: torch.Tensor | None = None
@@ -85,10 +78,17 @@ class Decoder:
         token_ids: i64[T]. rows: i64[S], the tokens whose hidden states are wanted; None for all.
         Returns [S, C] (or [T, C]) in dtype, ready for `logits`.
         """
-        spec, ops = self.spec, self.ops
         x = self._embed(token_ids)  # [T, C]
-        if spec.embedding_scale != 1.0:
-            x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype)
+        if self.spec.embedding_scale != 1.0:
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+        hidden = None if self._fused is None else self._fused(x, meta, cache, rows)
+        return self.layer_by_layer(x, meta, cache, rows) if hidden is None else hidden
+
+    def layer_by_layer(
+        self, x: torch.Tensor, meta: AttentionMetadata, cache: KVCache, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`forward` from the embedded tokens x [T, C] on, operation by operation. x may be written to."""
+        spec, ops = self.spec, self.ops
         residual = x
         x = ops.rms_norm(residual, self._layers[0].input_norm, spec.norm_eps)
         for index, layer in enumerate(self._layers):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.ops import Linear, Ops, QkvLayout, QuantizedWeight, Weight
+from kernels.ops import DecoderLayer, Linear, Ops, QkvLayout, QuantizedWeight, Weight
 from server.errors import ModelLoadError, WeightMismatch
-from server.models.decoder import Decoder, DecoderLayer
+from server.models.decoder import Decoder
 from server.models.spec import ModelSpec
 from server.weights.footprint import allocated
 from server.weights.gguf_source import GgufSource

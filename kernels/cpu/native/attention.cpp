@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "attention_tile.h"
+#include "kernels.h"
 #include "pool.h"
 
 namespace {

@@ -1,4 +1,5 @@
 // RMSNorm, residual add + RMSNorm, gated activations. Rows are independent: a row's result never depends on its company.
+#include "kernels.h"
 #include "pool.h"
 #include "step.h"
 #include "vec.h"

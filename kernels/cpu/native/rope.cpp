@@ -1,4 +1,5 @@
 // Per-head RMSNorm (optional), RoPE ("rotate half") and the KV-cache write, one pass over the merged QKV projection.
+#include "kernels.h"
 #include "pool.h"
 #include "step.h"
 #include "vec.h"

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.cpu.native_ops import NativeLayerKV, NativeOps
+from kernels.cpu.native_lib import NativeLayerKV
+from kernels.cpu.native_ops import NativeOps
 from kernels.layout import KVCacheSpec, LayerKV
 from kernels.ops import QkvLayout
 from kernels.reference import ReferenceOps

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.layout import KVCacheSpec
-from kernels.ops import QkvLayout
+from kernels.ops import DecoderLayer, QkvLayout
 from kernels.triton.ops import TritonOps
-from server.models.decoder import Decoder, DecoderLayer
+from server.models.decoder import Decoder
 from server.models.spec import ModelSpec, RopeSpec
 from tests.kernels.triton.recording import Launch, recording
 from tests.kernels.triton.variants import TARGETS, empty, step
