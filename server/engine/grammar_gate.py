@@ -3,8 +3,31 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
+
 from server.protocol import GenerateRequest, GrammarSpec
-from server.structured import GrammarCompiler, GrammarState
+from server.structured import CompiledGrammar, GrammarCompiler, GrammarState
+
+
+class _ReadyGrammar(GrammarSpec, frozen=True, kw_only=True):
+    """A grammar that its request brings along, compiled: however many others come meanwhile, it is not lost."""
+
+    compiled: Future[CompiledGrammar]
+
+
+class _Held:
+    """A request that waits, for the compiler first and then for its own grammar."""
+
+    def __init__(self, request: GenerateRequest, grammar: GrammarSpec) -> None:
+        self.request = request
+        self.grammar = grammar
+        self.compiled: Future[CompiledGrammar] | None = None
+
+    def released(self) -> GenerateRequest:
+        assert self.compiled is not None, "released before it was compiled"
+        ready = _ReadyGrammar(self.grammar.kind, self.grammar.source, compiled=self.compiled)
+        sampling = msgspec.structs.replace(self.request.sampling, grammar=ready)
+        return msgspec.structs.replace(self.request, sampling=sampling)
 
 
 class GrammarGate:
@@ -14,39 +37,55 @@ class GrammarGate:
         self._build = build
         self._builder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vocabulary")
         self._compiler: Future[GrammarCompiler] | None = None
-        self._held: dict[str, GenerateRequest] = {}
+        self._held: dict[str, _Held] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def hold(self, request: GenerateRequest) -> bool:
-        """Whether it has to wait; then it comes back through release()."""
-        if request.sampling.grammar is None or self._is_ready(request.sampling.grammar):
+        """Whether it has a grammar; then it comes back through release()."""
+        grammar = request.sampling.grammar
+        if grammar is None:
             return False
-        self._held[request.request_id] = request
+        held = self._held[request.request_id] = _Held(request, grammar)
+        self._prepare(held)
         return True
 
     def release(self) -> list[GenerateRequest]:
         """Those that may run now, in order of arrival. Bad grammars are among them: start() will say what is wrong."""
-        ready = [r for r in self._held.values() if r.sampling.grammar is None or self._is_ready(r.sampling.grammar)]
-        for request in ready:
-            del self._held[request.request_id]
-        return ready
+        ready = [held for held in self._held.values() if self._is_ready(held)]
+        for held in ready:
+            del self._held[held.request.request_id]
+        return [held.released() for held in ready]
 
     def take(self, request_ids: Sequence[str]) -> list[GenerateRequest]:
         """Gives up waiting for these; ids that are not held are ignored."""
-        return [self._held.pop(request_id) for request_id in request_ids if request_id in self._held]
+        return [self._held.pop(request_id).request for request_id in request_ids if request_id in self._held]
 
     def start(self, grammar: GrammarSpec, max_tokens: int) -> GrammarState:
         """The state at the start of an output of so many tokens at most.
 
-        Raises what compiling raised. Waits where hold() was not asked.
+        Raises what compiling raised. Waits where the grammar did not come through release().
         """
-        return self._begin().result().start(grammar, max_tokens=max_tokens)
+        compiler = self._begin().result()
+        ready = grammar.compiled.result() if isinstance(grammar, _ReadyGrammar) else grammar
+        return compiler.start(ready, max_tokens=max_tokens)
 
-    def _is_ready(self, grammar: GrammarSpec) -> bool:
+    def _is_ready(self, held: _Held) -> bool:
+        if held.compiled is None:
+            self._prepare(held)
+        return held.compiled is not None and held.compiled.done()
+
+    def _prepare(self, held: _Held) -> None:
+        """Once, so that a grammar which the cache had to give up meanwhile isn't begun anew."""
         compiler = self._begin()
-        return compiler.done() and (compiler.exception() is not None or compiler.result().is_ready(grammar))
+        if not compiler.done():
+            return
+        if error := compiler.exception():
+            held.compiled = Future()
+            held.compiled.set_exception(error)
+        else:
+            held.compiled = compiler.result().prepare(held.grammar)
 
     def _begin(self) -> "Future[GrammarCompiler]":
         if self._compiler is None:

@@ -12,17 +12,21 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from server.errors import InvalidRequest, UnsupportedFeature
 from server.protocol import GrammarSpec
 from server.structured.ending import Budget, EndingTokens
+from server.structured.grammar import MAX_LEXER_STATES, CompiledGrammar
 from server.structured.grammar_text import grammar_text
 from server.structured.state import GrammarState
 from server.tokenizer import Tokenizer
 
 _MAX_SOURCE_BYTES = 1 << 20
 _MAX_MESSAGE_CHARS = 500
+_MAX_CACHED = 64
+_MAX_CACHED_BYTES = 512 << 20
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,  # about 40 ms
     step_lexer_fuel=200_000,  # about 15 ms
     step_max_items=50_000,
-    max_lexer_states=50_000,  # about 2 kB each
+    max_items_in_row=20_000,  # enough for 10,000 choices or 1,000 properties
+    max_lexer_states=MAX_LEXER_STATES,
     max_grammar_size=200_000,
     verbose_errors=False,  # the others hold pieces of the schema
 )
@@ -35,7 +39,8 @@ class GrammarCompiler:
     compiles the same text with the same limits, so what was accepted there works here.
 
     vocab_size: of the model's logits, which may be padded beyond the tokenizer's. end_token_ids: allowed where an
-    output may end. Building it is cheap; the first grammar costs about 0.3 s more, for the trie of the vocabulary.
+    output may end. max_cached_bytes: of the grammars' own estimates, which are high; it makes some compile again.
+    Building it is cheap; the first grammar costs about 0.3 s more, for the trie of the vocabulary.
     """
 
     def __init__(
@@ -44,22 +49,24 @@ class GrammarCompiler:
         *,
         vocab_size: int | None = None,
         end_token_ids: Collection[int] | None = None,
-        max_cached: int = 64,
+        max_cached: int = _MAX_CACHED,
+        max_cached_bytes: int = _MAX_CACHED_BYTES,
         max_source_bytes: int = _MAX_SOURCE_BYTES,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self._end_token_ids = frozenset(tokenizer.end_token_ids if end_token_ids is None else end_token_ids)
         self._max_cached = max_cached
+        self._max_cached_bytes = max_cached_bytes
         self._max_source_bytes = max_source_bytes
-        self._cache: OrderedDict[GrammarSpec, Future[LLMatcher]] = OrderedDict()
+        self._cache: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
         self._lock = Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._vocabulary: LLTokenizer | None = None
         self._ending_tokens: EndingTokens | None = None
         """Made with the vocabulary, so before any grammar is ready."""
 
-    def prepare(self, spec: GrammarSpec) -> Future[LLMatcher]:
+    def prepare(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """Begins to compile, if that was not done before. The future fails with InvalidRequest for a bad grammar."""
         with self._lock:
             found = self._cache.get(spec)
@@ -68,10 +75,6 @@ class GrammarCompiler:
                 found = self._cache[spec] = self._worker.submit(self._compile, spec)
             self._cache.move_to_end(spec)
             return found
-
-    def is_ready(self, spec: GrammarSpec) -> bool:
-        """Whether start() would return, or raise, at once. Begins to compile where that was not done before."""
-        return self.prepare(spec).done()
 
     async def check(self, spec: GrammarSpec, *, param: str = "response_format") -> None:
         """Raises InvalidRequest that says what is wrong. It takes mostly milliseconds, at most 1 s, and no thread.
@@ -85,18 +88,24 @@ class GrammarCompiler:
             raise InvalidRequest(error.message, param=param) from error
 
     def start(
-        self, spec: GrammarSpec, output_ids: Sequence[int] = (), *, max_tokens: int | None = None
+        self,
+        grammar: GrammarSpec | CompiledGrammar,
+        output_ids: Sequence[int] = (),
+        *,
+        max_tokens: int | None = None,
     ) -> GrammarState:
-        """The state behind output_ids (a resumed request's output so far). Blocks until the grammar is compiled.
+        """The state behind output_ids (a resumed request's output so far). Blocks while a GrammarSpec is compiled.
 
         max_tokens: of the whole output, which then comes to its end before they run out, where the grammar can end so
         soon. Raises InvalidRequest for a bad grammar, RuntimeError where output_ids do not follow it.
         """
-        matcher = self.prepare(spec).result().deep_copy()
+        if isinstance(grammar, GrammarSpec):
+            grammar = self.prepare(grammar).result()
+        matcher = grammar.matcher.deep_copy()
         budget = None
         if max_tokens is not None and self._ending_tokens is not None:
-            budget = Budget(spec, self._ending_tokens, matcher, max_tokens=max_tokens)
-        state = GrammarState(matcher, end_token_ids=self._end_token_ids, budget=budget)
+            budget = Budget(grammar.spec, self._ending_tokens, matcher, max_tokens=max_tokens)
+        state = GrammarState(grammar, matcher, end_token_ids=self._end_token_ids, budget=budget)
         state.advance(output_ids)
         return state
 
@@ -106,11 +115,15 @@ class GrammarCompiler:
 
     def _make_room(self) -> None:
         """For one more. What is still compiling stays: who waits for it would only begin it anew."""
-        finished = [spec for spec, future in self._cache.items() if future.done()]
-        for spec in finished[: max(0, len(self._cache) + 1 - self._max_cached)]:
+        sizes = {spec: _most_bytes(future) for spec, future in self._cache.items() if future.done()}
+        num_bytes = sum(sizes.values())
+        for spec, size in sizes.items():
+            if len(self._cache) < self._max_cached and num_bytes <= self._max_cached_bytes:
+                return
+            num_bytes -= size
             del self._cache[spec]
 
-    def _compile(self, spec: GrammarSpec) -> LLMatcher:
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """On the worker."""
         num_bytes = len(spec.source.encode("utf-8", "surrogatepass"))
         if num_bytes > self._max_source_bytes:
@@ -128,7 +141,7 @@ class GrammarCompiler:
         _raise_for(spec, first)
         if not mask.any():
             raise InvalidRequest(f"no output satisfies the {spec.kind}")
-        return matcher
+        return CompiledGrammar(spec, matcher)
 
     def _build_vocabulary(self) -> LLTokenizer:
         if not self._end_token_ids:
@@ -138,6 +151,10 @@ class GrammarCompiler:
             n_vocab=self._vocab_size,
             eos_token=sorted(self._end_token_ids),
         )
+
+
+def _most_bytes(compiled: Future[CompiledGrammar]) -> int:
+    return 0 if compiled.cancelled() or compiled.exception() is not None else compiled.result().most_bytes
 
 
 def _raise_for(spec: GrammarSpec, matcher: LLMatcher) -> None:

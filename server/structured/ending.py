@@ -142,11 +142,6 @@ class Budget:
     def _reach(self, token_id: int) -> int:
         return len(self._tokens.token_bytes[token_id].strip())
 
-    def copy(self) -> "Budget":
-        twin = object.__new__(Budget)
-        twin.__dict__.update(self.__dict__)
-        return twin
-
 
 def _bitmask(token_ids: Collection[int], vocab_size: int) -> Bitmask:
     bits = np.zeros((vocab_size + 31) // 32 * 32, dtype=np.uint8)

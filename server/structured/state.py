@@ -7,17 +7,26 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from server.structured.ending import Budget
+from server.structured.grammar import CompiledGrammar
 
 
 class GrammarState:
-    """Where in the grammar an output is. Written by: the runner, through advance and rollback.
+    """Where in the grammar an output is. Written by: the runner, through advance.
 
     A grammar too complex for the engine's limits fails in fill_bitmask or advance, with RuntimeError: that ends the one
     request, not the step.
     """
 
-    def __init__(self, matcher: LLMatcher, *, end_token_ids: Collection[int], budget: Budget | None = None) -> None:
-        """budget: brings the output to its end before its tokens run out."""
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        matcher: LLMatcher,
+        *,
+        end_token_ids: Collection[int],
+        budget: Budget | None = None,
+    ) -> None:
+        """matcher: the grammar's, a copy of its own. budget: brings the output to its end before its tokens run out."""
+        self._grammar = grammar
         self._matcher = matcher
         self._end_token_ids = end_token_ids
         self._budget = budget
@@ -41,6 +50,7 @@ class GrammarState:
         for token_id in token_ids:
             if self.is_terminated and token_id in self._end_token_ids:
                 continue
+            self._grammar.num_tokens += 1
             self._matcher.consume_token(token_id)
             self._check()
             if self._budget is not None:
@@ -50,16 +60,6 @@ class GrammarState:
     def is_terminated(self) -> bool:
         """Nothing but an end token can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
-
-    @property
-    def is_complete(self) -> bool:
-        """The output may end here."""
-        return self._matcher.is_accepting()
-
-    def copy(self) -> "GrammarState":
-        """An independent state at the same place."""
-        budget = None if self._budget is None else self._budget.copy()
-        return GrammarState(self._matcher.deep_copy(), end_token_ids=self._end_token_ids, budget=budget)
 
     def _check(self) -> None:
         if self._matcher.is_error():

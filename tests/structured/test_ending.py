@@ -105,7 +105,6 @@ def test_resumed_output_goes_on_as_it_would_have(compiler: GrammarCompiler, toke
         allowed = allowed_tokens(lived)
         if len(output) % 8 == 0:
             assert allowed_tokens(compiler.start(schema(NESTED), output, max_tokens=90)) == allowed
-            assert allowed_tokens(lived.copy()) == allowed
         token = no_quote(allowed, tokenizer, rng)
         if token in tokenizer.end_token_ids:
             return

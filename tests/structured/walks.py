@@ -19,6 +19,11 @@ def allowed_tokens(state: GrammarState) -> list[int]:
     return tokens
 
 
+def may_end(state: GrammarState, tokenizer: Tokenizer) -> bool:
+    """Whether the output is complete as it is."""
+    return not tokenizer.end_token_ids.isdisjoint(allowed_tokens(state))
+
+
 def walk(state: GrammarState, tokenizer: Tokenizer, rng: random.Random, *, max_tokens: int = 400) -> list[int]:
     """Tokens up to and including an end token; ends strings, lists and objects with some preference.
 
