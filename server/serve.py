@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import errno
 import gc
+import logging
 import resource
 import signal
 import socket
@@ -20,7 +21,7 @@ from server.api.app import create_app
 from server.api.http_protocol import limited_protocol
 from server.api.service import ModelInfo
 from server.config import ServerConfig
-from server.errors import ConfigError, StartupError
+from server.errors import ConfigError
 from server.frontend.engine_client import SupervisedEngine
 from server.frontend.launcher import ProcessLauncher
 from server.metrics.logging import configure_logging
@@ -31,6 +32,9 @@ from server.tokenizer import ChatTemplate, load_tokenizer
 from server.tokenizer.template_engine import TemplateLimits, compile_template
 from server.weights.locate import ModelFiles, locate
 
+logger = logging.getLogger("pageturner.server")
+
+_EXIT_ENDED, _EXIT_FAILED = 0, 1
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _FLUSH_S = 5
@@ -61,7 +65,7 @@ class _Signals:
 
 
 def run(config: ServerConfig) -> int:
-    """Serves until a signal ends it. Raises StartupError where it can't start."""
+    """Serves until a signal ends it; the exit status: 1 where it could not go on. Raises StartupError."""
     configure_logging(log_format=config.api.log_format, level=config.api.log_level)
     _raise_file_limit()
     files = locate(config.engine.model.model)
@@ -153,7 +157,8 @@ async def _serve(config: ServerConfig, files: ModelFiles, sock: socket.socket) -
         server = _make_server(app, config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         try:
-            if await _until_signal(config, client, files, name, sock, signals):
+            status = await _until_end(config, client, files, name, sock, signals, serving)
+            if status is None:
                 await _drain(client, config.api.drain_timeout_s, signals)
         finally:
             server.should_exit = True
@@ -162,8 +167,8 @@ async def _serve(config: ServerConfig, files: ModelFiles, sock: socket.socket) -
                 for connection in list(server.server_state.connections):
                     if connection.transport is not None:
                         connection.transport.abort()
-            await serving
-        return 0
+            await asyncio.wait([serving])
+        return status or _EXIT_ENDED
     finally:
         await client.stop(at_once=signals.end.is_set())
 
@@ -190,24 +195,25 @@ def _make_server(app: FastAPI, config: ServerConfig) -> _Server:
     )
 
 
-async def _until_signal(
+async def _until_end(
     config: ServerConfig,
     client: SupervisedEngine,
     files: ModelFiles,
     name: str,
     sock: socket.socket,
     signals: _Signals,
-) -> bool:
-    """Shows the start, then waits for a signal. False: it came before the engine was ready, so nothing is open.
+    serving: asyncio.Task[None],
+) -> int | None:
+    """Shows the start, then waits for the end; returns the exit status. None: a signal came, and requests may be open.
 
-    Raises StartupError, also when a later restart fails.
+    Raises StartupError.
     """
     signal_seen = asyncio.create_task(signals.drain.wait())
     loading = asyncio.create_task(show_loading(client))
-    await asyncio.wait([signal_seen, loading], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([signal_seen, loading, serving], return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         loading.cancel()
-        return False
+        return _EXIT_ENDED if signal_seen.done() else _say_stopped(serving)
     ready = loading.result()
     host, port = sock.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
@@ -219,10 +225,20 @@ async def _until_signal(
         model_max_len=read_spec(files).max_position,
     )
     engine_failed = asyncio.create_task(client.wait_failed())
-    await asyncio.wait([signal_seen, engine_failed], return_when=asyncio.FIRST_COMPLETED)
-    if engine_failed.done():
-        raise StartupError(engine_failed.result())
-    return True
+    await asyncio.wait([signal_seen, engine_failed, serving], return_when=asyncio.FIRST_COMPLETED)
+    if signal_seen.done():
+        return None
+    if serving.done():
+        return _say_stopped(serving)
+    logger.critical("the engine can't be started again: %s", engine_failed.result())
+    return _EXIT_FAILED
+
+
+def _say_stopped(serving: asyncio.Task[None]) -> int:
+    """Nobody asked for it: a process without an HTTP server must not stay."""
+    error = None if serving.cancelled() else serving.exception()
+    logger.critical("the HTTP server has stopped by itself", exc_info=error)
+    return _EXIT_FAILED
 
 
 async def _drain(client: SupervisedEngine, timeout_s: float, signals: _Signals) -> None:

@@ -12,6 +12,7 @@ class EngineState(Protocol):
     phase: str
     """"starting", "loading weights", ..., "ready", "stalled", "restarting", "draining", "stopped", "failed"."""
     loading: Loading | None
+    """How far a start has come; None while none is under way, or says nothing yet."""
     ready: Ready | None
     """The newest Ready; stays set over a restart."""
     stats: EngineStats
@@ -20,6 +21,10 @@ class EngineState(Protocol):
     """time.monotonic() of the newest StepOutput."""
     num_restarts: int
     num_resumed: int
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are open and not running, wherever they wait."""
 
 
 class EngineClient(Protocol):

@@ -9,7 +9,6 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ import msgspec
 from server.config import EngineConfig
 from server.errors import EngineRestarting, StartupError
 from server.frontend.connection import EngineConnection
+from server.frontend.engine_status import EngineStatus
 from server.frontend.launcher import EngineLauncher
 from server.frontend.open_request import OpenRequest
 from server.frontend.open_requests import OpenRequests
@@ -54,19 +54,6 @@ _DEADLINE_GRACE_S = 1.0
 """The engine enforces deadlines between steps; what it owes for so much longer is ended from here."""
 
 
-@dataclass(slots=True)
-class EngineStatus:
-    """What probes and metrics read. Written by: SupervisedEngine."""
-
-    phase: str = "starting"
-    loading: Loading | None = None
-    ready: Ready | None = None
-    stats: EngineStats = field(default_factory=EngineStats)
-    last_step_time: float | None = None
-    num_restarts: int = 0
-    num_resumed: int = 0
-
-
 class SupervisedEngine:
     """Implements EngineClient. Everything here runs on one event loop, so nothing is locked."""
 
@@ -80,12 +67,12 @@ class SupervisedEngine:
         on_step: Callable[[StepOutput], None] = lambda output: None,
     ) -> None:
         """on_step: told of every StepOutput, for the metrics."""
-        self.state = EngineStatus()
         self._launcher = launcher
         self._on_step = on_step
         self._config = config
         self._step_timeout_s = step_timeout_s
         self._open = OpenRequests(max_waiting=max_queue, abort=self._abort_one)
+        self.state = EngineStatus(self._open)
         self._engine: EngineConnection | None = None
         """Set only between Ready and the loss of the connection."""
         self._suspects: list[str] = []
@@ -93,7 +80,8 @@ class SupervisedEngine:
         self._in_step = False
         self._last_event_time = time.monotonic()
         self._startup_failure: StartupFailed | None = None
-        self._how_it_ended = ""
+        self._failure = ""
+        """Why no further engine will be started."""
         self._inspections: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._inspection_tokens = itertools.count()
         self._draining = False
@@ -115,7 +103,7 @@ class SupervisedEngine:
     async def wait_failed(self) -> str:
         """Waits until no further engine will be started; says why. Normally that never comes."""
         await self._failed.wait()
-        return self._failure_message()
+        return self._failure
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
         open_request = self._admit(request)
@@ -239,7 +227,7 @@ class SupervisedEngine:
                 open_request.push(delta)
 
     def _on_ready(self, connection: EngineConnection, ready: Ready) -> None:
-        self.state.ready = ready
+        self.state.ready, self.state.loading = ready, None
         self.state.phase = "draining" if self._draining else "ready"
         self._engine = connection
         for open_request in self._open:
@@ -251,6 +239,13 @@ class SupervisedEngine:
     # ------------------------------------------------------------------------------------------------ supervision
 
     async def _supervise(self) -> None:
+        try:
+            await self._keep_an_engine()
+        except Exception:
+            logger.exception("the engine's supervisor failed")
+            self._give_up("the server failed in looking after its engine; its log says why")
+
+    async def _keep_an_engine(self) -> None:
         failed_starts = 0
         while not self._stopping:
             try:
@@ -262,7 +257,8 @@ class SupervisedEngine:
             was_ready, self._engine = self._engine is not None, None
             failed_starts = 0 if was_ready else failed_starts + 1
             if self.state.ready is None or failed_starts >= _MAX_FAILED_STARTS:
-                self._give_up(how)
+                failure = self._startup_failure
+                self._give_up(failure.message if failure else f"the engine ended while it was starting ({how})")
                 return
             self._book_the_crash(how)
             await asyncio.sleep(min(_MAX_BACKOFF_S, 0.5 * 2**failed_starts) if failed_starts else 0)
@@ -270,7 +266,7 @@ class SupervisedEngine:
     async def _run_one_engine(self) -> str:
         """From launch to loss; says how it ended. Leaves no process behind, not even when cancelled."""
         self._last_event_time = time.monotonic()
-        self._startup_failure = None
+        self._startup_failure = self.state.loading = None
         handle = self._launcher.launch(self._config)
         connection: EngineConnection | None = None
         try:
@@ -294,10 +290,10 @@ class SupervisedEngine:
                 self._last_event_time = now
             limit = self._step_timeout_s if self._engine is connection else _LOAD_TIMEOUT_S
             if self._silence_s() > limit:
-                logger.error("no sign of life from the engine for %.0f s: ending it", limit)
+                logger.error("no sign of life from the engine for %.3g s: ending it", limit)
                 return
             if self.state.phase == "ready" and self._silence_s() > limit * _STALL_SHARE:
-                logger.warning("no sign of life from the engine for %.0f s: not ready", limit * _STALL_SHARE)
+                logger.warning("no sign of life from the engine for %.3g s: not ready", limit * _STALL_SHARE)
                 self.state.phase = "stalled"
             self._open.expire(grace_s=0.0 if self._engine is None else _DEADLINE_GRACE_S)
 
@@ -330,18 +326,13 @@ class SupervisedEngine:
             if open_request is not None and open_request.accuse():
                 open_request.end(FinishReason.ERROR, "the engine fails on this request, even when it runs alone")
         self._in_step, self._suspects = False, []
-        self.state.stats = EngineStats(num_waiting=len(self._open))
+        self.state.stats = EngineStats()
 
-    def _give_up(self, how: str) -> None:
-        self._how_it_ended = how
-        message = self._failure_message()
-        logger.critical("the engine can't be started: %s", message)
+    def _give_up(self, message: str) -> None:
+        """Whoever waits for the engine, or for its failure, says so to the operator."""
+        self._failure, self._engine = message, None
         self.state.phase = "failed"
         self._open.end_all(FinishReason.ERROR, f"the engine can't be started: {message}")
         self._failed.set()
         if self._first_ready is not None and not self._first_ready.done():
             self._first_ready.set_exception(StartupError(message))
-
-    def _failure_message(self) -> str:
-        failure = self._startup_failure
-        return failure.message if failure else f"the engine ended while it was starting ({self._how_it_ended})"

@@ -49,6 +49,9 @@ class EngineView(Protocol):
     num_restarts: int
     num_resumed: int
 
+    @property
+    def num_waiting(self) -> int: ...
+
 
 class SequenceObserver:
     """One sequence's life, told to the series as it happens. end() counts once, however often it is called."""
@@ -216,11 +219,12 @@ class _EngineCollector(Collector):
         ready = None if view is None else view.ready
         block_size = 0 if ready is None else ready.block_size
         num_blocks = stats.blocks_used + stats.blocks_cached + stats.blocks_free
+        num_waiting = 0 if view is None else view.num_waiting
         age = 0.0
         if view is not None and view.last_step_time is not None:
             age = max(0.0, time.monotonic() - view.last_step_time)
         yield self._gauge("num_requests_running", "Requests in the batch.", [({}, stats.num_running)])
-        yield self._gauge("num_requests_waiting", "Requests in the queue.", [({}, stats.num_waiting)])
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", [({}, num_waiting)])
         usage = stats.blocks_used / num_blocks if num_blocks else 0.0
         yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", [({}, usage)])
         config = {"block_size": str(block_size), "num_gpu_blocks": str(0 if ready is None else ready.num_blocks)}

@@ -38,6 +38,7 @@ class FakeState:
     loading: Loading | None = None
     ready: Ready | None = READY
     stats: EngineStats = field(default_factory=EngineStats)
+    num_waiting: int = 0
     last_step_time: float | None = None
     num_restarts: int = 0
     num_resumed: int = 0

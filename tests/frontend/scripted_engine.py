@@ -19,6 +19,7 @@ from server.protocol import (
     GenerateRequest,
     Inspect,
     Inspection,
+    Loading,
     MemoryLedger,
     OutputDelta,
     Ready,
@@ -46,6 +47,8 @@ class Script:
     """Die inside this step of an engine's life."""
     deaths_left: int = 1
     startup_failures: int = 0
+    loads: bool = False
+    """Say how loading goes, as real engines do."""
     die_before_ready: int = 0
     hang_at_step: int | None = None
     hold: threading.Event = field(default_factory=threading.Event)
@@ -86,6 +89,8 @@ class ScriptedEngine:
         if self.script.die_before_ready and self.script.engines > 1:
             self.script.die_before_ready -= 1
             return
+        if self.script.loads:
+            self.channel.send(Loading("warming up", 0.5))
         self.channel.send(READY)
         while True:
             for command in self.channel.receive(0 if self.open else 5):

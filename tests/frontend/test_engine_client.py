@@ -262,6 +262,73 @@ def test_startup_failure_is_told() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("engines_before", [0, 1])
+def test_a_bug_in_the_supervisor_is_no_silent_end(engines_before: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: an exception nobody had thought of ended the supervisor, and the server stayed, without an engine."""
+
+    class BrokenLauncher:
+        def __init__(self, script: Script) -> None:
+            self.launcher = launcher(script)
+            self.num_launches = 0
+
+        def launch(self, config: EngineConfig) -> EngineHandle:
+            self.num_launches += 1
+            if self.num_launches > engines_before:
+                raise ZeroDivisionError
+            return self.launcher.launch(config)
+
+    async def main() -> None:
+        script = Script(die_at_step=2)
+        script.hold.set()
+        client = SupervisedEngine(BrokenLauncher(script), CONFIG, max_queue=10, step_timeout_s=20)
+        await client.start()
+        if engines_before:
+            await client.wait_ready()
+            assert (await collect(client, request("a")))[-1].finish_reason is FinishReason.ERROR
+        else:
+            with pytest.raises(StartupError, match="its log says why"):
+                await client.wait_ready()
+        assert "its log says why" in await client.wait_failed()
+        assert client.state.phase == "failed"
+        await client.stop()
+
+    run(main())
+    assert any(record.exc_info is not None for record in caplog.records)
+
+
+def test_a_restart_does_not_show_how_far_the_start_before_came() -> None:
+    """Regression: /readyz told of the old engine's warm-up while the new one had not said a word."""
+
+    async def main() -> None:
+        script = Script(loads=True, die_at_step=1)
+        script.hold.set()
+        async with started(script) as client:
+            assert client.state.loading is None
+            reading = asyncio.create_task(collect(client, request("a")))
+            while client.state.phase != "restarting":
+                await asyncio.sleep(0)
+            assert client.state.loading is None
+            assert tokens(await reading) == expected(8)
+
+    run(main())
+
+
+def test_whoever_does_not_run_counts_as_waiting() -> None:
+    """Regression: requests whose grammar compiles, which the scheduler doesn't know yet, were in no gauge."""
+
+    async def main() -> None:
+        script = Script()
+        async with started(script) as client:
+            reading = [asyncio.create_task(collect(client, request(f"r{i}"))) for i in range(3)]
+            await asyncio.sleep(0)
+            assert client.state.num_waiting == 3
+            script.hold.set()
+            await asyncio.gather(*reading)
+            assert client.state.num_waiting == 0
+
+    run(main())
+
+
 def test_unread_deltas_are_merged() -> None:
     """Regression: a slow reader that makes the server keep one object a token."""
 
