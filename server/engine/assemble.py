@@ -81,7 +81,13 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
     report("warming up", 0.0)
     runner.warm_up(_WARM_UP_TOKENS)
     scheduler = Scheduler(config=_smooth(config.scheduler, device), manager=manager, max_model_len=memory.max_model_len)
-    core = EngineCore(scheduler=scheduler, runner=_with_faults(runner, config.faults), gate=gate)
+    core = EngineCore(
+        scheduler=scheduler,
+        runner=_with_faults(runner, config.faults),
+        gate=gate,
+        lookahead=config.scheduler.async_scheduling == "on"
+        or (config.scheduler.async_scheduling == "auto" and device.type == "cuda"),
+    )
     return core, _ready(config, memory, spec, device, model.dtype, ops)
 
 
@@ -127,7 +133,7 @@ def _ready(
 
 def _ops(config: DeviceConfig, device: torch.device) -> Ops:
     try:
-        return resolve(config.backend, str(device))
+        return resolve(config.backend, str(device), batch_invariant=config.batch_invariant)
     except BackendUnavailable as error:
         raise ConfigError(f"--backend {config.backend}: {error}") from None
 

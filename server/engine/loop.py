@@ -50,10 +50,12 @@ class EngineLoop:
 
     def _step(self) -> None:
         batch = self._core.schedule()
-        self._stuck = not batch
         if batch:
             self._announce(batch.step_id, [item.request_id for item in batch.items])
-            self._channel.send(self._core.execute(batch))
+        output = self._core.execute(batch)
+        if output:
+            self._channel.send(output)
+        self._stuck = not batch and not output
 
     def _announce(self, step_id: int, request_ids: list[str]) -> None:
         same = request_ids == self._announced

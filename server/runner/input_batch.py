@@ -9,16 +9,20 @@ import numpy.typing as npt
 import torch
 
 from kernels.metadata import AttentionMetadata
-from server.scheduler.batch import ScheduledItem
+from server.scheduler.batch import AWAITED, ScheduledItem
+from server.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """token_ids: i64[T]. last_tokens: i64[B], each item's last token as an index into the T tokens, on the host."""
+    """token_ids: i64[T]. last_tokens: i64[B], each item's last token as an index into the T tokens, on the host.
+    awaited: (indices into the T tokens, rows), i64[A] each: where the row's newest token belongs; or None.
+    """
 
     token_ids: torch.Tensor
     meta: AttentionMetadata
     last_tokens: npt.NDArray[np.int64]
+    awaited: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def build_inputs(
@@ -29,7 +33,7 @@ def build_inputs(
     vocab_size: int,
     device: torch.device,
 ) -> StepInputs:
-    """page_table: int32[rows, W], the scheduler's; what the step needs of it is copied.
+    """page_table: int32[rows, W], the scheduler's; what the step needs of it is copied. One copy goes to the device.
 
     A token that the vocabulary does not have is computed as token 0: its request fails elsewhere, and no kernel reads
     beyond the embedding.
@@ -44,6 +48,7 @@ def build_inputs(
     seq_lens = starts + lengths
     max_seq_len = int(seq_lens.max())
     token_ids = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, num_tokens)
+    awaited = np.fromiter((i for i, item in enumerate(items) if item.token_ids == [AWAITED]), np.int64)
     token_ids[(token_ids < 0) | (token_ids >= vocab_size)] = 0
 
     blocks = page_table[rows, : -(-max_seq_len // block_size)]  # [B, W], a copy
@@ -54,18 +59,29 @@ def build_inputs(
         owners = np.repeat(np.arange(num_requests), lengths)
     slots = blocks[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
-    def tensor(array: npt.NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
+    tensors = upload(
+        [
+            token_ids,
+            query_start_loc.astype(np.int32),
+            seq_lens.astype(np.int32),
+            blocks,
+            slots,
+            positions,
+            query_start_loc[awaited],
+            rows[awaited],
+        ],
+        device,
+    )
     meta = AttentionMetadata(
-        query_start_loc=tensor(query_start_loc.astype(np.int32)),
-        seq_lens=tensor(seq_lens.astype(np.int32)),
-        page_table=tensor(blocks),
-        slot_mapping=tensor(slots),
-        positions=tensor(positions),
+        query_start_loc=tensors[1],
+        seq_lens=tensors[2],
+        page_table=tensors[3],
+        slot_mapping=tensors[4],
+        positions=tensors[5],
         num_requests=num_requests,
         num_tokens=num_tokens,
         max_query_len=int(lengths.max()),
         max_seq_len=max_seq_len,
     )
-    return StepInputs(tensor(token_ids), meta, query_start_loc[1:] - 1)
+    places = (tensors[6], tensors[7]) if len(awaited) else None
+    return StepInputs(tensors[0], meta, query_start_loc[1:] - 1, places)

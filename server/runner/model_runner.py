@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,11 @@ from server.models.decoder import Decoder
 from server.protocol import GrammarSpec, TokenLogprobs
 from server.runner.decode_graphs import Capture, DecodeGraphs
 from server.runner.input_batch import StepInputs, build_inputs
-from server.sampling.logprobs import token_logprobs
+from server.sampling.logprobs import read_scores, score_tokens
 from server.sampling.row_state import Grammar, SamplingRow
-from server.sampling.sampler import sample
+from server.sampling.sampler import Chosen, choose
 from server.scheduler.batch import AdmittedRow, SampledRow, SampledTokens, ScheduledBatch, ScheduledItem
+from server.transfer import Download, upload
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class _Row:
     """A running request. Written by: the runner.
 
     sampling: None if the state could not be built; error then says why. prompt_logprobs: None where they aren't wanted
-    or were delivered; grows chunk by chunk.
+    or were delivered; grows chunk by chunk, on the device.
     """
 
     request_id: str
@@ -38,17 +40,21 @@ class _Row:
     sampling: SamplingRow | None
     error: str = ""
     num_prompt_logprobs: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_scores: list[list[torch.Tensor]] | None = None
 
 
 @dataclass(slots=True)
 class StepHandle:
-    """A launched step. logits: float32[S, V] of the items that sample."""
+    """A launched step. rows: those that sample. download: the tensors of chosen, then those of prompt_scores.
+
+    prompt_scores: row index -> what score_tokens returned for its prompt, piece by piece.
+    """
 
     step_id: int
-    items: list[ScheduledItem]
-    rows: list[_Row]
-    logits: torch.Tensor | None
+    rows: list[_Row] = field(default_factory=list)
+    chosen: Chosen | None = None
+    prompt_scores: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
+    download: Download | None = None
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -77,17 +83,19 @@ class ModelRunner:
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
         self._rows: list[_Row | None] = [None] * max_num_seqs
+        self._newest = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        """The token that each row sampled last: the next step may run it before the host knows it."""
         model.prepare_positions(min(page_table.shape[1] * kv_cache.spec.block_size, model.spec.max_position))
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> StepHandle:
-        """Computes the batch's tokens, up to the logits of those that sample."""
+        """Computes the batch's tokens and samples. Never waits for a GPU, nor for the step before."""
         for released in batch.released_rows:
             self._rows[released] = None
         for admitted in batch.admitted:
             self._rows[admitted.row] = self._admit(admitted)
         if not batch.items:
-            return StepHandle(batch.step_id, [], [], None)
+            return StepHandle(batch.step_id)
         inputs = build_inputs(
             batch.items,
             self._page_table,
@@ -95,34 +103,54 @@ class ModelRunner:
             vocab_size=self._model.spec.vocab_size,
             device=self._device,
         )
-        handle = StepHandle(batch.step_id, [], [], None)
-        sampling, scoring = [], []
+        if inputs.awaited is not None:
+            places, rows = inputs.awaited
+            inputs.token_ids.index_copy_(0, places, self._newest.index_select(0, rows))
+        handle = StepHandle(batch.step_id)
+        items, sampling, scoring = [], [], []
         for item, last in zip(batch.items, inputs.last_tokens.tolist(), strict=True):
             row = self._row(item)
             if row.error:
                 handle.failed[item.request_id] = row.error
             elif item.samples:
-                handle.items.append(item)
+                items.append(item)
                 handle.rows.append(row)
                 sampling.append(last)
-            if row.prompt_logprobs is not None and not row.error:
+            if row.prompt_scores is not None and not row.error:
                 scoring.append((row, item, last))
         wanted = sampling + [token for entry in scoring for token in _scored_tokens(*entry)] or [0]
         hidden = self._forward(inputs, wanted)
-        if sampling:
-            handle.logits = self._model.logits(hidden[: len(sampling)])
         offset = len(sampling)
         for row, item, last in scoring:
             count = len(_scored_tokens(row, item, last))
             self._score(row, item, hidden[offset : offset + count])
             offset += count
+        if sampling:
+            self._sample(handle, items, hidden[: len(sampling)])
         return handle
+
+    def _sample(self, handle: StepHandle, items: list[ScheduledItem], hidden: torch.Tensor) -> None:
+        """hidden: [S, C] of the last tokens of the items, whose rows handle.rows are."""
+        states = [row.sampling for row in handle.rows if row.sampling is not None]
+        positions = [item.end for item in items]
+        chosen = choose(self._model.logits(hidden), states, positions, fused=self._model.ops.sampler)
+        newest = chosen.token_ids.clamp(min=0)
+        [rows] = upload([np.array([item.row for item in items], dtype=np.int64)], self._device)
+        self._newest.index_copy_(0, rows, newest)
+        tensors = chosen.tensors
+        for index, (row, state) in enumerate(zip(handle.rows, states, strict=True)):
+            state.append(newest[index : index + 1])
+            if row.prompt_scores is not None:
+                handle.prompt_scores[index], row.prompt_scores = row.prompt_scores, None
+                tensors += chain.from_iterable(handle.prompt_scores[index])
+        handle.chosen = chosen
+        handle.download = Download(tensors)
 
     def _forward(self, inputs: StepInputs, wanted: list[int]) -> torch.Tensor:
         """Runs the model and returns the hidden states of the wanted tokens, [len(wanted), C]."""
         select = None
         if wanted != list(range(inputs.meta.num_tokens)):
-            select = torch.tensor(wanted, dtype=torch.int64).to(self._device)
+            [select] = upload([np.array(wanted, dtype=np.int64)], self._device)
         if self._graphs is None or not inputs.meta.is_decode:
             return self._model.forward(inputs.token_ids, inputs.meta, self._cache, select)
         hidden = self._graphs.forward(inputs)
@@ -130,29 +158,26 @@ class ModelRunner:
 
     @torch.inference_mode()
     def collect(self, handle: object) -> SampledTokens:
-        """Samples, and tells each row its token. handle: what launch returned."""
+        """Waits for the step's tokens, and tells them to the rows' grammars. handle: what launch returned."""
         assert isinstance(handle, StepHandle)
-        if handle.logits is None:
+        if handle.chosen is None or handle.download is None:
             return SampledTokens(handle.step_id, [], handle.failed)
-        states = [row.sampling for row in handle.rows if row.sampling is not None]
-        positions = [item.end for item in handle.items]
-        sampled = sample(handle.logits, states, positions, fused=self._model.ops.sampler)
+        tensors = iter(handle.download.wait())
+        sampled = handle.chosen.read([next(tensors) for _ in handle.chosen.tensors])
         results = []
-        for index, (row, state) in enumerate(zip(handle.rows, states, strict=True)):
-            error = sampled.failed.get(index) or _append(state, sampled.token_ids[index])
+        for index, (row, token_id) in enumerate(zip(handle.rows, sampled.token_ids, strict=True)):
+            prompt_logprobs: list[TokenLogprobs | None] | None = None
+            if index in handle.prompt_scores:
+                pieces = [[next(tensors) for _ in piece] for piece in handle.prompt_scores[index]]
+                prompt_logprobs = [None, *chain.from_iterable(_read_piece(row, piece) for piece in pieces)]
+            error = sampled.failed.get(index) or _advance(row, token_id)
             if error:
                 row.error = handle.failed[row.request_id] = error
                 continue
             logprobs = sampled.logprobs[index]
             results.append(
-                SampledRow(
-                    row.request_id,
-                    [sampled.token_ids[index]],
-                    None if logprobs is None else [logprobs],
-                    row.prompt_logprobs,
-                )
+                SampledRow(row.request_id, [token_id], None if logprobs is None else [logprobs], prompt_logprobs)
             )
-            row.prompt_logprobs = None
         return SampledTokens(handle.step_id, results, handle.failed)
 
     @torch.inference_mode()
@@ -227,17 +252,18 @@ class ModelRunner:
             row.error = str(error) or type(error).__name__
         if params.prompt_logprobs is not None and not admitted.output_token_ids:
             row.num_prompt_logprobs = params.prompt_logprobs
-            row.prompt_logprobs = [None]
+            row.prompt_scores = []
         return row
 
     def _score(self, row: _Row, item: ScheduledItem, hidden: torch.Tensor) -> None:
         """hidden: [N, C] of the item's first N tokens. Adds the log-probabilities of the tokens behind them."""
-        assert row.prompt_logprobs is not None
-        targets = row.prompt_ids[item.start + 1 : item.start + 1 + len(hidden)]
-        for begin in range(0, len(targets), _LOGPROBS_CHUNK):
+        assert row.prompt_scores is not None
+        known = np.array(row.prompt_ids[item.start + 1 : item.start + 1 + len(hidden)], dtype=np.int64)
+        [targets] = upload([known], self._device)
+        for begin in range(0, len(known), _LOGPROBS_CHUNK):
             chunk = targets[begin : begin + _LOGPROBS_CHUNK]
             logits = self._model.logits(hidden[begin : begin + len(chunk)])
-            row.prompt_logprobs += token_logprobs(logits, chunk, [row.num_prompt_logprobs] * len(chunk))
+            row.prompt_scores.append(score_tokens(logits, chunk, row.num_prompt_logprobs))
 
 
 def _scored_tokens(row: _Row, item: ScheduledItem, last: int) -> range:
@@ -247,10 +273,15 @@ def _scored_tokens(row: _Row, item: ScheduledItem, last: int) -> range:
     return range(first, first + max(count, 0))
 
 
-def _append(state: SamplingRow, token_id: int) -> str:
+def _read_piece(row: _Row, piece: list[torch.Tensor]) -> list[TokenLogprobs]:
+    return read_scores(piece, [row.num_prompt_logprobs] * len(piece[0]))
+
+
+def _advance(row: _Row, token_id: int) -> str:
     """Returns what is wrong, or an empty string."""
+    assert row.sampling is not None
     try:
-        state.append(token_id)
+        row.sampling.advance(token_id)
     except Exception as error:  # one request's grammar must not end the others' step
         return f"the grammar refused its token: {error}"
     return ""

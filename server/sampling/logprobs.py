@@ -1,5 +1,7 @@
 """Log-probabilities of the raw logits, that is before penalties, bias, temperature and masks."""
 
+from collections.abc import Sequence
+
 import torch
 
 from server.protocol import TokenLogprobs
@@ -7,23 +9,28 @@ from server.protocol import TokenLogprobs
 _MIN_WIDTH = 32
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-    """logits: float32[N, V]. token_ids: the token of each row. num_top: how many of the likeliest each row wants.
+def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> list[torch.Tensor]:
+    """logits: float32[N, V]. token_ids: i64[N], the token of each row. most: top entries that some row wants.
 
-    Equal logits rank in the order of their ids, as far as the first few dozen.
+    Returns, on the device, the token_ids, their log-probabilities float32[N] and ranks i64[N], and the likeliest ids
+    i64[N, most] with theirs float32[N, most]. Equal logits rank in the order of their ids, as far as the first few
+    dozen.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
-    ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
-    chosen = logprobs.gather(1, ids)  # [N, 1]
+    chosen = logprobs.gather(1, token_ids[:, None])  # [N, 1]
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    chosen_list, rank_list = chosen[:, 0].tolist(), ranks.tolist()
-    most = max(num_top, default=0)
     if most == 0:
-        return [TokenLogprobs(*row, [], []) for row in zip(token_ids, chosen_list, rank_list, strict=True)]
+        nothing = logprobs[:, :0]
+        return [token_ids, chosen[:, 0], ranks, nothing.long(), nothing]
     values, order = top_candidates(logprobs, max(most, _MIN_WIDTH))
-    top_values, top_ids = values[:, :most].tolist(), order[:, :most].tolist()
+    return [token_ids, chosen[:, 0], ranks, order[:, :most], values[:, :most]]
+
+
+def read_scores(tensors: Sequence[torch.Tensor], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """tensors: what score_tokens returned, on the host. num_top: how many of the likeliest each row wants."""
+    token_ids, chosen, ranks, top_ids, top_values = (tensor.tolist() for tensor in tensors)
     return [
-        TokenLogprobs(token_ids[i], chosen_list[i], rank_list[i], top_ids[i][:top], top_values[i][:top])
+        TokenLogprobs(token_ids[i], chosen[i], ranks[i], top_ids[i][:top], top_values[i][:top])
         for i, top in enumerate(num_top)
     ]
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from server.protocol import SamplingParams
+from server.transfer import upload
 
 
 class Penalties:
@@ -26,14 +28,16 @@ class Penalties:
         self._frequency = params.frequency_penalty
         self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # of output tokens
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        known = torch.tensor([*prompt_ids, *output_ids], dtype=torch.int64, device=device)
-        self._seen[known] = True
+        self._ones = torch.ones(len(output_ids) + 1, device=device)
+        [known] = upload([np.array([*prompt_ids, *output_ids], dtype=np.int64)], device)
+        self._seen.index_fill_(0, known, True)
         output = known[len(prompt_ids) :]
-        self._counts.index_add_(0, output, torch.ones(len(output_ids), device=device))
+        self._counts.index_add_(0, output, self._ones[:-1])
 
-    def append(self, token_id: int) -> None:
-        self._seen[token_id] = True
-        self._counts[token_id] += 1
+    def append(self, token_id: torch.Tensor) -> None:
+        """token_id: i64[1], on the device."""
+        self._seen.index_fill_(0, token_id, True)
+        self._counts.index_add_(0, token_id, self._ones[:1])
 
     def apply(self, logits: torch.Tensor) -> None:
         """logits: float32[V], changed in place."""
@@ -58,8 +62,9 @@ class LogitBias:
         unknown = [token_id for token_id in bias if not 0 <= token_id < vocab_size]
         if unknown:
             raise ValueError(f"logit_bias names token {unknown[0]}, but the vocabulary has {vocab_size} tokens")
-        self._ids = torch.tensor(list(bias.keys()), dtype=torch.int64, device=device)
-        self._values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+        ids = np.array(list(bias.keys()), dtype=np.int64)
+        values = np.array(list(bias.values()), dtype=np.float32)
+        self._ids, self._values = upload([ids, values], device)
 
     def apply(self, logits: torch.Tensor) -> None:
         """logits: float32[V], changed in place."""

@@ -9,6 +9,7 @@ import torch
 
 from server.protocol import SamplingParams
 from server.sampling.penalties import LogitBias, Penalties, has_penalties
+from server.transfer import upload
 
 
 class Grammar(Protocol):
@@ -22,7 +23,7 @@ class Grammar(Protocol):
 
 
 class SamplingRow:
-    """One request's sampling state. Written by: the runner, through append."""
+    """One request's sampling state. Written by: the runner, through append and advance."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class SamplingRow:
             self._penalties = Penalties(params, prompt_ids, output_ids, vocab_size=vocab_size, device=device)
         self._bias = LogitBias(params.logit_bias, vocab_size=vocab_size, device=device) if params.logit_bias else None
         stops = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
-        self._stops = torch.tensor(stops, dtype=torch.int64, device=device)
+        [self._stops] = upload([np.array(stops, dtype=np.int64)], device)
         if grammar is not None and output_ids:
             grammar.advance(output_ids)
 
@@ -63,15 +64,19 @@ class SamplingRow:
         if self._bias is not None:
             self._bias.apply(logits)
         if self.bans_stops:
-            kept = logits[self._stops]
-            logits[self._stops] = float("-inf")
-            if logits.max() == float("-inf"):  # the output is complete, says its grammar: min_tokens can't stretch it
-                logits[self._stops] = kept
+            kept = logits.index_select(0, self._stops)
+            logits.index_fill_(0, self._stops, float("-inf"))
+            # Where nothing is left the output is complete, says its grammar: min_tokens can't stretch it.
+            nothing_left = logits.max() == float("-inf")
+            logits.index_copy_(0, self._stops, torch.where(nothing_left, kept, float("-inf")))
 
-    def append(self, token_id: int) -> None:
-        """The row's output grew by this token."""
+    def append(self, token_id: torch.Tensor) -> None:
+        """The row's output grows by this token, i64[1] on the device: maybe nobody on the host knows it yet."""
         self.num_output_tokens += 1
         if self._penalties is not None:
             self._penalties.append(token_id)
+
+    def advance(self, token_id: int) -> None:
+        """The appended token is known. Raises where the grammar does not allow it."""
         if self.grammar is not None:
             self.grammar.advance([token_id])

@@ -19,9 +19,10 @@ import torch
 
 from kernels.ops import Sampler
 from server.protocol import TokenLogprobs
-from server.sampling.logprobs import token_logprobs, top_candidates
+from server.sampling.logprobs import read_scores, score_tokens, top_candidates
 from server.sampling.random import uniforms
 from server.sampling.row_state import SamplingRow
+from server.transfer import upload
 
 _WIDTHS = (128, 1024)
 """Candidates that a sorting row is tried with before its whole vocabulary is sorted."""
@@ -36,31 +37,59 @@ class Sampled:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-def sample(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int], *, fused: Sampler | None = None
-) -> Sampled:
-    """Chooses one token a row.
+@dataclass(slots=True)
+class Chosen:
+    """A step's tokens while the host may not know them yet.
 
-    logits: float32[S, V], changed in place. positions: of the tokens to be chosen in their sequences. fused: the
-    backend's own sampler, which draws from the same distributions with other random numbers.
+    token_ids: i64[S] on the device, -1 where there was nothing to choose from. scores: of the asking rows, as
+    score_tokens returns them, or empty. asking: row index -> top entries wanted. failed: row index -> why, as far as
+    known.
     """
-    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    raw = logits[asking] if asking else None
+
+    token_ids: torch.Tensor
+    scores: list[torch.Tensor]
+    asking: dict[int, int]
+    failed: dict[int, str]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that the host has to get."""
+        return [self.token_ids, *self.scores]
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> Sampled:
+        """tensors: those of `tensors`, on the host."""
+        token_ids: list[int] = tensors[0].tolist()
+        for i, token_id in enumerate(token_ids):
+            if token_id < 0:
+                self.failed.setdefault(i, "the model's logits are not finite, or no token is allowed")
+                token_ids[i] = 0
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if self.asking:
+            for i, entry in zip(self.asking, read_scores(tensors[1:], list(self.asking.values())), strict=True):
+                logprobs[i] = entry
+        return Sampled(token_ids, logprobs, self.failed)
+
+
+def choose(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int], *, fused: Sampler | None = None
+) -> Chosen:
+    """logits: float32[S, V], changed in place. positions: of the tokens to be chosen in their sequences. fused: the
+    backend's own sampler, which draws from the same distributions with other random numbers and never waits for the
+    device. Only a grammar needs to know the tokens before.
+    """
+    asking = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
+    if asking:
+        [index] = upload([np.fromiter(asking, np.int64, len(asking))], logits.device)
+        raw = logits.index_select(0, index)
     failed = _adjust(logits, rows)
     if fused is None:
-        token_ids = _choose(logits, rows, positions, failed)
+        token_ids = torch.tensor(_choose(logits, rows, positions, failed), device=logits.device)
     else:
         token_ids = _choose_fused(fused, logits, rows, positions)
-    for i, token_id in enumerate(token_ids):
-        if token_id < 0:
-            failed.setdefault(i, "the model's logits are not finite, or no token is allowed")
-            token_ids[i] = 0
-    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-    if raw is not None:
-        found = token_logprobs(raw, [token_ids[i] for i in asking], [rows[i].params.logprobs or 0 for i in asking])
-        for i, entry in zip(asking, found, strict=True):
-            logprobs[i] = entry
-    return Sampled(token_ids, logprobs, failed)
+    scores: list[torch.Tensor] = []
+    if asking:
+        scores = score_tokens(raw, token_ids.clamp(min=0).index_select(0, index), max(asking.values()))
+    return Chosen(token_ids, scores, asking, failed)
 
 
 def _choose(
@@ -84,18 +113,14 @@ def _choose(
 
 def _choose_fused(
     fused: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]
-) -> list[int]:
-    """All rows in one launch; the one wait for the device is at its end. -1 where there is nothing to choose from."""
+) -> torch.Tensor:
+    """All rows in one launch, i64[S]."""
     params = [row.params for row in rows]
-    reals = torch.tensor([(0.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for p in params]).t().contiguous()
+    reals = np.array([(0.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32)
     seeds = np.array([p.seed & (2**64 - 1) for p in params], dtype=np.uint64).view(np.int64)
-    integers = torch.stack([torch.from_numpy(seeds), torch.tensor(list(positions))]).to(logits.device)
-    temperature, top_p, min_p = reals.to(logits.device)
-    top_k = torch.tensor([p.top_k for p in params], dtype=torch.int32).to(logits.device)
-    chosen: list[int] = fused(
-        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=integers[0], positions=integers[1]
-    ).tolist()
-    return chosen
+    arrays = [*reals.T.copy(), np.array([p.top_k for p in params], np.int32), seeds, np.array(positions, np.int64)]
+    temperature, top_p, min_p, top_k, seed, position = upload(arrays, logits.device)
+    return fused(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seed, positions=position)
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]:
@@ -119,7 +144,8 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]
 def apply_bitmask(logits: torch.Tensor, bitmask: np.ndarray) -> None:
     """logits: float32[..., V], -inf in place where the bit of int32[..., ceil(V / 32)] is 0."""
     bits = np.unpackbits(bitmask.view(np.uint8), axis=-1, count=logits.shape[-1], bitorder="little")
-    logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), float("-inf"))
+    [banned] = upload([bits == 0], logits.device)
+    logits.masked_fill_(banned, float("-inf"))
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:

@@ -41,6 +41,14 @@ def test_refuses_what_it_cannot_serve(name: str, device: str) -> None:
     assert any(backend in str(raised.value) for backend in BACKENDS)
 
 
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_promise_about_bits_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """--batch-invariant accepted where torch's own matrix products serve, whose bits depend on the batch."""
+    monkeypatch.setitem(sys.modules, "kernels.cpu.native_ops", None)
+    with pytest.raises(BackendUnavailable, match="depend on the batch"):
+        resolve(name, "cpu", batch_invariant=True)
+
+
 @pytest.mark.parametrize(("name", "device"), [("triton", "cuda"), ("auto", "cuda:0")])
 def test_missing_triton_names_the_extra(monkeypatch: pytest.MonkeyPatch, name: str, device: str) -> None:
     """A bare ImportError from deep inside for a package that is optional."""

@@ -50,6 +50,12 @@ class Driver:
         self._next_step += 1
         return self.runner.collect(self.runner.launch(batch))
 
+    def launch(self, items: Sequence[ScheduledItem], admitted: Sequence[AdmittedRow] = ()) -> object:
+        """The step's handle, to be collected later."""
+        batch = ScheduledBatch(self._next_step, list(items), list(admitted), [])
+        self._next_step += 1
+        return self.runner.launch(batch)
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

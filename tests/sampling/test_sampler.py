@@ -18,7 +18,7 @@ from transformers import (
 from server.protocol import SamplingParams
 from server.sampling.random import uniforms
 from server.sampling.row_state import Grammar, SamplingRow
-from server.sampling.sampler import Sampled, apply_bitmask, sample
+from server.sampling.sampler import Sampled, apply_bitmask, choose
 
 CPU = torch.device("cpu")
 
@@ -33,6 +33,12 @@ def row(
 ) -> SamplingRow:
     params = SamplingParams(max_tokens=100, **{"seed": 11, **settings})
     return SamplingRow(params, prompt, output, vocab_size=vocab_size, device=CPU, grammar=grammar)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> Sampled:
+    """Chosen and read."""
+    chosen = choose(logits, rows, positions)
+    return chosen.read(chosen.tensors)
 
 
 def random_logits(num_rows: int, vocab_size: int, *, seed: int = 0, coarse: bool = False) -> torch.Tensor:
@@ -231,7 +237,7 @@ def test_appended_tokens_are_penalised() -> None:
         grown.adjust(first)
         rebuilt.adjust(second)
         assert torch.equal(first, second)
-        grown.append(token_id)
+        grown.append(torch.tensor([token_id]))
         output.append(token_id)
 
 

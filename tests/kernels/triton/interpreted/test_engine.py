@@ -14,7 +14,7 @@ from server.engine.core import EngineCore
 from server.errors import ConfigError
 from server.protocol import GenerateRequest, SamplingParams
 from server.sampling.row_state import SamplingRow
-from server.sampling.sampler import sample
+from server.sampling.sampler import choose
 from tests.models.checkpoints import make_model, save
 from tests.runner.driver import Driver, greedy, load, token_ids
 from tests.weights.gguf_files import write_gguf
@@ -76,17 +76,20 @@ def test_a_row_without_a_choice_fails_alone() -> None:
     best = logits.argmax(-1).tolist()
     logits[1] = torch.nan
     rows = [SamplingRow(greedy(4), [1], [], vocab_size=100, device=torch.device("cpu")) for _ in range(3)]
-    sampled = sample(logits, rows, [1, 1, 1], fused=TritonOps("cpu").sampler)
+    chosen = choose(logits, rows, [1, 1, 1], fused=TritonOps("cpu").sampler)
+    sampled = chosen.read(chosen.tensors)
     assert (sampled.token_ids[0], sampled.token_ids[2]) == (best[0], best[2])
     assert list(sampled.failed) == [1]
 
 
-def serve(path: Path, backend: str, *, kv_cache_dtype: str = "auto") -> dict[str, list[int]]:
+def serve(
+    path: Path, backend: str, *, kv_cache_dtype: str = "auto", async_scheduling: str = "auto"
+) -> dict[str, list[int]]:
     """Every prompt's tokens from an engine core with too few blocks for all of them at once."""
     config = EngineConfig(
         model=ModelConfig(model=str(path), dtype="float32", max_model_len=48),
         cache=CacheConfig(block_size=8, num_blocks=7, kv_cache_dtype=kv_cache_dtype),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=async_scheduling),
         device=DeviceConfig(device="cpu", backend=backend),
     )
     core, ready = assemble(config, lambda phase, share: None)
@@ -102,7 +105,7 @@ def run(core: EngineCore) -> dict[str, list[int]]:
         if not core.has_work:
             break
         output = core.execute(core.schedule())
-        for delta in output.deltas:
+        for delta in output.deltas if output else ():
             tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
     core.check_invariants()
     return tokens
@@ -114,6 +117,7 @@ def test_engine_gives_the_reference_tokens(tmp_path: Path) -> None:
     tokens = serve(path, "triton")
     assert {name: len(ids) for name, ids in tokens.items()} == {f"r{i}": NUM_TOKENS for i in range(len(PROMPTS))}
     assert tokens == serve(path, "reference")
+    assert tokens == serve(path, "triton", async_scheduling="on"), "as on a GPU: steps launched ahead of their tokens"
     assert len(torch.tensor(list(tokens.values())).unique()) > 3, "a checkpoint that repeats itself shows nothing"
 
 
