@@ -1,14 +1,15 @@
 """The command line. Each command imports what it needs when it runs, so that --help is quick."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 
 from server import config
 from server.errors import ConfigError, StartupError
+from server.version import version
 
 EXIT_CANNOT_START = 2
 
@@ -17,7 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pageturner", description="An OpenAI-compatible inference server with a paged KV cache."
     )
-    parser.add_argument("--version", action="version", version=f"pageturner {_version()}")
+    parser.add_argument("--version", action="version", version=f"pageturner {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_chat(commands)
@@ -31,13 +32,6 @@ def _parse(words: list[str]) -> argparse.Namespace:
     if words[:1] == ["bench"]:
         return argparse.Namespace(command="bench", rest=words[1:])
     return _parser().parse_args(words)
-
-
-def _version() -> str:
-    try:
-        return version("pageturner")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 _Commands = argparse._SubParsersAction  # argparse gives this type no public name
@@ -93,13 +87,25 @@ def _load(arguments: argparse.Namespace) -> config.ServerConfig:
     return config.load(flags, config_file=arguments.config)
 
 
+def _serve(settings: config.ServerConfig) -> int:
+    """A signal ends a server in order, exit status 0, also before serve.run() handles signals itself."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        from server import serve
+
+        return serve.run(settings)
+    except KeyboardInterrupt:
+        return 0
+
+
 def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "serve":
-            settings = _load(arguments)
-            from server import serve
-
-            return serve.run(settings)
+            return _serve(_load(arguments))
         case "plan":
             settings = _load(arguments)
             from server import plan

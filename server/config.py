@@ -9,59 +9,27 @@ import argparse
 import dataclasses
 import difflib
 import os
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
 
 from server.errors import ConfigError
-from server.units import parse_number
+from server.setting import Validated, convert, flag_of, key_of, leaves, plain_type, setting
 
 ENVIRONMENT_PREFIX = "PAGETURNER_"
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    flag: str | None = None,
-    internal: bool = False,
-) -> Any:
-    """A dataclass field with its range, its help text and, where the name alone doesn't say it, its flag."""
-    metadata = {"help": help, "low": low, "high": high, "choices": choices, "flag": flag, "internal": internal}
-    return field(default=default, metadata=metadata)
-
-
-class _Validated:
-    """Checks every field against the range in its metadata, so that a config that exists is a config that works."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, meta = getattr(self, f.name), f.metadata
-            if value is None or not meta:
-                continue
-            if meta["choices"] and value not in meta["choices"]:
-                raise ConfigError(f"{flag_of(f)} {value!r}: choose one of {', '.join(meta['choices'])}")
-            if meta["low"] is not None and not value >= meta["low"]:  # neither is NaN
-                raise ConfigError(f"{flag_of(f)} {value}: must be at least {meta['low']}")
-            if meta["high"] is not None and not value <= meta["high"]:
-                raise ConfigError(f"{flag_of(f)} {value}: must be at most {meta['high']}")
-
-
 @dataclass(frozen=True, slots=True)
-class ModelConfig(_Validated):
+class ModelConfig(Validated):
     """Which weights, and how they are held."""
 
     model: str = setting("", "a folder, a .gguf file or a hub id; default: the embedded SmolLM2-135M-Instruct")
-    served_model_name: str = setting("", "the name that clients use; default: derived from the model")
+    served_model_name: tuple[str, ...] = setting(
+        (), "a name that clients may use; repeatable, answers show the first; default: derived from the model"
+    )
     max_model_len: int | None = setting(
         None, "longest prompt + answer, tokens; default: the checkpoint's, shrunk to what the KV cache holds", low=8
     )
@@ -72,10 +40,21 @@ class ModelConfig(_Validated):
         choices=("auto", "none"),
     )
     chat_template: str | None = setting(None, "a Jinja file to use instead of the model's own chat template")
+    generation_config: str = setting(
+        "auto",
+        "what a request leaves open, temperature and the like; auto: as the model's generation_config.json has it; "
+        "none: as OpenAI has it",
+        choices=("auto", "none"),
+    )
+
+    def __post_init__(self) -> None:
+        super(ModelConfig, self).__post_init__()
+        if not all(name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name is empty; leave it out for the model's own name")
 
 
 @dataclass(frozen=True, slots=True)
-class CacheConfig(_Validated):
+class CacheConfig(Validated):
     """The paged KV cache."""
 
     block_size: int = setting(16, "tokens a block", low=1, high=256)
@@ -87,7 +66,7 @@ class CacheConfig(_Validated):
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig(_Validated):
+class SchedulerConfig(Validated):
     """How a step is filled."""
 
     max_num_seqs: int = setting(64, "most requests in one step", low=1, high=4096)
@@ -103,7 +82,7 @@ class SchedulerConfig(_Validated):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceConfig(_Validated):
+class DeviceConfig(Validated):
     """What computes."""
 
     device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda"))
@@ -113,7 +92,7 @@ class DeviceConfig(_Validated):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig(_Validated):
+class EngineConfig(Validated):
     """All that the engine process gets to know. Crosses the process border as JSON."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -126,7 +105,7 @@ class EngineConfig(_Validated):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits(_Validated):
+class Limits(Validated):
     """What one request may ask for. Bounded by default; each can be raised."""
 
     max_body_bytes: int = setting(16 << 20, "longest request body", low=1024)
@@ -142,7 +121,7 @@ class Limits(_Validated):
 
 
 @dataclass(frozen=True, slots=True)
-class ApiConfig(_Validated):
+class ApiConfig(Validated):
     """The HTTP side."""
 
     host: str = setting("127.0.0.1", "address to listen on")
@@ -160,6 +139,9 @@ class ApiConfig(_Validated):
     limits: Limits = field(default_factory=Limits)
     read_timeout_s: float = setting(60.0, "seconds in which a client must have sent its request", low=1)
     write_timeout_s: float = setting(60.0, "seconds after which a client that does not read is cut off", low=1)
+    stream_keep_alive_s: float = setting(
+        15.0, "seconds of silence after which a stream gets a comment, so that no proxy cuts it; 0: never", low=0
+    )
     drain_timeout_s: float = setting(30.0, "seconds that SIGTERM gives open requests", low=0)
     step_timeout_s: float = setting(120.0, "a step that takes longer counts as a hang: the engine is replaced", low=1)
     log_format: str = setting("text", "of the log lines", choices=("text", "json"))
@@ -175,73 +157,15 @@ class ApiConfig(_Validated):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig(_Validated):
+class ServerConfig(Validated):
     engine: EngineConfig = field(default_factory=EngineConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
-
-
-# ------------------------------------------------------------------------------------------------------ names of fields
-
-
-def flag_of(f: dataclasses.Field[Any]) -> str:
-    """The field's command-line flag."""
-    return "--" + _key_of(f)
-
-
-def _key_of(f: dataclasses.Field[Any]) -> str:
-    name: str = f.metadata.get("flag") or f.name.removesuffix("_s").replace("_", "-")
-    return name
-
-
-def _leaves(config_class: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dataclasses.Field[Any]]]:
-    """(path, field) of every setting below a config class, nested ones included."""
-    for f in dataclasses.fields(config_class):
-        if dataclasses.is_dataclass(f.type):
-            yield from _leaves(f.type, (*path, f.name))  # type: ignore[arg-type]
-        elif not f.metadata["internal"]:
-            yield (*path, f.name), f
-
-
-def _plain_type(f: dataclasses.Field[Any]) -> type:
-    """int, float, str, bool or tuple: the field's type without its None."""
-    kinds = get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
-    kind: type = next(k for k in kinds if k is not type(None))
-    return tuple if get_origin(kind) is tuple else kind
-
-
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-
-
-def _convert(f: dataclasses.Field[Any], value: Any, source: str) -> Any:
-    """A raw value (text, or what YAML read) as the field's type. Raises ConfigError that names the source."""
-    kind = _plain_type(f)
-    try:
-        if value is None:
-            return None
-        if kind is tuple:
-            return tuple(str(v) for v in value) if isinstance(value, list | tuple) else tuple(str(value).split(","))
-        if kind is bool:
-            if isinstance(value, bool):
-                return value
-            if str(value).lower() in _TRUE + _FALSE:
-                return str(value).lower() in _TRUE
-            raise ValueError(f"{value!r} is neither true nor false")
-        if kind is int:
-            return parse_number(str(value))
-        if kind is float:
-            return float(value)
-        return str(value)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{source}: {error}") from None
-
-
-# ------------------------------------------------------------------------------------------------------------- sources
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds every setting as a flag, grouped by config class. Flags that are not given are absent from the namespace."""
     groups: dict[tuple[str, ...], Any] = {}
-    for path, f in _leaves(ServerConfig):
+    for path, f in leaves(ServerConfig):
         if f.name == "model":
             continue
         group = groups.setdefault(path[:-1], parser.add_argument_group(" ".join(path[:-1])))
@@ -251,9 +175,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             "default": argparse.SUPPRESS,
             "help": f.metadata["help"].replace("%", "%%") + (f" [{default}]" if default else ""),
         }
-        if _plain_type(f) is bool:
+        if plain_type(f) is bool:
             options["action"] = argparse.BooleanOptionalAction
-        elif _plain_type(f) is tuple:
+        elif plain_type(f) is tuple:
             options |= {"action": "append", "metavar": "VALUE"}
         else:
             options["metavar"] = "|".join(f.metadata["choices"]) if f.metadata["choices"] else f.name.upper()
@@ -276,14 +200,14 @@ def _from_yaml(path: Path) -> dict[str, Any]:
 
 def _merge_named(values: dict[str, Any], named: Mapping[str, Any], where: str) -> None:
     """Writes {key: raw value} into {path: value}; an unknown key is an error with a suggestion."""
-    known = {_key_of(f): (".".join(path), f) for path, f in _leaves(ServerConfig)}
+    known = {key_of(f): (".".join(path), f) for path, f in leaves(ServerConfig)}
     for key, raw in named.items():
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{where}: unknown setting {key!r}{hint}")
         dest, f = known[key]
-        values[dest] = _convert(f, raw, f"{where}: {key}")
+        values[dest] = convert(f, raw, f"{where}: {key}")
 
 
 def _build(config_class: type, values: Mapping[str, Any], path: str = "") -> Any:
@@ -318,9 +242,9 @@ def load(
     for name, raw in prefixed.items():
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
         _merge_named(values, {key: raw}, name)
-    by_dest = {".".join(path): f for path, f in _leaves(ServerConfig)}
+    by_dest = {".".join(path): f for path, f in leaves(ServerConfig)}
     for dest, raw in (flags or {}).items():
-        values[dest] = _convert(by_dest[dest], raw, flag_of(by_dest[dest]))
+        values[dest] = convert(by_dest[dest], raw, flag_of(by_dest[dest]))
     config: ServerConfig = _build(ServerConfig, values)
     if config.api.api_key_file:
         config = _with_keys_of_file(config, Path(config.api.api_key_file))

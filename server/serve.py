@@ -24,6 +24,7 @@ from server.config import ServerConfig
 from server.errors import ConfigError
 from server.frontend.engine_client import SupervisedEngine
 from server.frontend.launcher import ProcessLauncher
+from server.frontend.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults, of_generation_config
 from server.metrics.logging import configure_logging
 from server.metrics.prometheus import Metrics
 from server.models.registry import read_spec
@@ -106,6 +107,12 @@ def _with_chat_template(config: ServerConfig, files: ModelFiles) -> ModelFiles:
     return dataclasses.replace(files, chat_templates={"default": source})
 
 
+def _sampling_defaults(config: ServerConfig, files: ModelFiles) -> SamplingDefaults:
+    if config.engine.model.generation_config == "none":
+        return OPENAI_DEFAULTS
+    return of_generation_config(files.generation_config)
+
+
 def _listen(config: ServerConfig) -> socket.socket:
     """Bound before anything is loaded: a port that is taken costs a second, not a model load."""
     api = config.api
@@ -124,22 +131,15 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 async def _serve(config: ServerConfig, files: ModelFiles, sock: socket.socket) -> int:
-    # The engine gets what was located, not what was asked for: a hub id is resolved once.
-    engine_config = dataclasses.replace(
-        config.engine,
-        model=dataclasses.replace(config.engine.model, model=str(files.path)),
-        log_format=config.api.log_format,
-        log_level=config.api.log_level,
+    names = config.engine.model.served_model_name or (files.name,)
+    model_max_len = read_spec(files).max_position
+    metrics = Metrics(
+        namespace=config.api.metrics_namespace,
+        model_name=names[0],
+        max_model_len=config.engine.model.max_model_len or model_max_len,
     )
-    name = config.engine.model.served_model_name or files.name
-    metrics = Metrics(namespace=config.api.metrics_namespace, model_name=name)
-    client = SupervisedEngine(
-        ProcessLauncher(),
-        engine_config,
-        max_queue=config.api.limits.max_queue,
-        step_timeout_s=config.api.step_timeout_s,
-        on_step=metrics.on_step,
-    )
+    model = ModelInfo(names=names, created=int(time.time()), defaults=_sampling_defaults(config, files))
+    client = _make_client(config, files, metrics)
     signals = _Signals()
     await client.start()
     try:
@@ -148,7 +148,7 @@ async def _serve(config: ServerConfig, files: ModelFiles, sock: socket.socket) -
             client=client,
             tokenizer=tokenizer,
             chat_template=ChatTemplate.of_model(files, tokenizer.special_tokens),
-            model=ModelInfo(name=name, created=int(time.time())),
+            model=model,
             config=config.api,
             metrics=metrics,
         )
@@ -157,7 +157,7 @@ async def _serve(config: ServerConfig, files: ModelFiles, sock: socket.socket) -
         server = _make_server(app, config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         try:
-            status = await _until_end(config, client, files, name, sock, signals, serving)
+            status = await _until_end(config, client, model, model_max_len, sock, signals, serving)
             if status is None:
                 await _drain(client, config.api.drain_timeout_s, signals)
         finally:
@@ -171,6 +171,23 @@ async def _serve(config: ServerConfig, files: ModelFiles, sock: socket.socket) -
         return status or _EXIT_ENDED
     finally:
         await client.stop(at_once=signals.end.is_set())
+
+
+def _make_client(config: ServerConfig, files: ModelFiles, metrics: Metrics) -> SupervisedEngine:
+    # The engine gets what was located, not what was asked for: a hub id is resolved once.
+    engine_config = dataclasses.replace(
+        config.engine,
+        model=dataclasses.replace(config.engine.model, model=str(files.path)),
+        log_format=config.api.log_format,
+        log_level=config.api.log_level,
+    )
+    return SupervisedEngine(
+        ProcessLauncher(),
+        engine_config,
+        max_queue=config.api.limits.max_queue,
+        step_timeout_s=config.api.step_timeout_s,
+        on_step=metrics.on_step,
+    )
 
 
 def _make_server(app: FastAPI, config: ServerConfig) -> _Server:
@@ -198,8 +215,8 @@ def _make_server(app: FastAPI, config: ServerConfig) -> _Server:
 async def _until_end(
     config: ServerConfig,
     client: SupervisedEngine,
-    files: ModelFiles,
-    name: str,
+    model: ModelInfo,
+    model_max_len: int,
     sock: socket.socket,
     signals: _Signals,
     serving: asyncio.Task[None],
@@ -219,10 +236,11 @@ async def _until_end(
     host = f"[{host}]" if ":" in host else host
     show_ready(
         ready,
-        name=name,
+        name=model.name,
         url=f"http://{host}:{port}",
         asked_max_model_len=config.engine.model.max_model_len,
-        model_max_len=read_spec(files).max_position,
+        model_max_len=model_max_len,
+        defaults=model.defaults,
     )
     engine_failed = asyncio.create_task(client.wait_failed())
     await asyncio.wait([signal_seen, engine_failed, serving], return_when=asyncio.FIRST_COMPLETED)

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+from dataclasses import fields
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from server.frontend.client import EngineClient
+from server.frontend.sampling_defaults import SamplingDefaults
 from server.protocol import Ready
 
 console = Console(stderr=True)
@@ -40,8 +42,16 @@ async def show_loading(client: EngineClient) -> Ready:
     return await ready
 
 
-def show_ready(ready: Ready, *, name: str, url: str, asked_max_model_len: int | None, model_max_len: int) -> None:
-    """The memory ledger and the address."""
+def show_ready(
+    ready: Ready,
+    *,
+    name: str,
+    url: str,
+    asked_max_model_len: int | None,
+    model_max_len: int,
+    defaults: SamplingDefaults,
+) -> None:
+    """The memory ledger, what may surprise, and the address."""
     num_tokens = ready.num_blocks * ready.block_size
     table = Table(title=f"{name} on {ready.device} ({ready.dtype}, {ready.backend} kernels)", title_justify="left")
     table.add_column("memory")
@@ -66,6 +76,14 @@ def show_ready(ready: Ready, *, name: str, url: str, asked_max_model_len: int | 
         say(
             f"The context is {ready.max_model_len:,} tokens of the model's {model_max_len:,}: that is what the "
             "KV cache holds. Ask for more with --kv-cache-memory.",
+            wrap=False,
+        )
+    named = [(f.name, getattr(defaults, f.name)) for f in fields(defaults) if getattr(defaults, f.name) != f.default]
+    if named:
+        listed = ", ".join(f"{key} {value}" for key, value in named)
+        say(
+            f"Where requests leave it open: {listed}, as the model's generation_config.json has it. "
+            "--generation-config none goes by OpenAI's defaults.",
             wrap=False,
         )
     say(f"Ready: {url}/v1")

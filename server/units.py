@@ -7,7 +7,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G"
 
 def parse_number(text: str) -> int:
     """Reads 4096, 4k (4,000), 4K (4,096), 2GiB, 2GB (decimal) or 1.5GiB. Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGT]?)(iB|B|)\s*", text)
+    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([kKmMgGT]?)(iB|B|)\s*", text)
     if not match:
         raise ValueError(f"{text!r} is not a number; write it like 4096, 4k, 4K, 512MiB or 2GiB")
     number, unit, suffix = match.groups()

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.errors import json_response
+from server.api.service import Service
 from server.api.sse import typed_frame
 from server.api.transport import EventStream, until_disconnect
 from server.frontend.generation import Generation, Usage
@@ -30,9 +31,14 @@ class Answer(Protocol):
         """Says in a stream that has begun that it failed."""
 
 
-async def respond(request: Request, answer: Answer, *, stream: bool | None) -> Response:
+async def respond(request: Request, answer: Answer, service: Service, *, stream: bool | None) -> Response:
     if stream:
-        return EventStream(answer.frames(), error_frame=answer.error_frame, closing=answer.closing)
+        return EventStream(
+            answer.frames(),
+            error_frame=answer.error_frame,
+            closing=answer.closing,
+            keep_alive_s=service.config.stream_keep_alive_s,
+        )
     return json_response(await until_disconnect(request.receive, answer.whole()))
 
 

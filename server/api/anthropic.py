@@ -24,7 +24,7 @@ def anthropic_router(service: Service) -> APIRouter:
         body = parse(MessagesBody, raw)
         job = await make_chat_job(request, as_chat_body(body), service)
         builder = MessageBuilder(model=body.model or service.model.name)
-        return await respond(request, TypedAnswer(service.generate(job), builder), stream=body.stream)
+        return await respond(request, TypedAnswer(service.generate(job), builder), service, stream=body.stream)
 
     async def count_tokens(_request: Request, raw: bytes) -> Response:
         body = as_chat_body(parse(CountTokensBody, raw))

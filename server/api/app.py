@@ -1,6 +1,5 @@
 """The HTTP application, put together. Serves from the first second: an engine that still loads is a 503, not a wait."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI
@@ -30,6 +29,7 @@ from server.errors import ClientFault, EngineFault, RequestTimeout, StepFailed
 from server.frontend.client import EngineClient
 from server.metrics.prometheus import Metrics
 from server.tokenizer import ChatTemplate, Tokenizer
+from server.version import version
 
 _BODIES: tuple[type[Body], ...] = (
     CompletionBody,
@@ -70,7 +70,7 @@ def create_app(
     service = Service(
         client=client, tokenizer=tokenizer, chat_template=chat_template, model=model, config=config, metrics=metrics
     )
-    app = _App(title="pageturner", version=_version(), redirect_slashes=False, docs_url=None, redoc_url=None)
+    app = _App(title="pageturner", version=version(), redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.service = service
     for router in (
         responses_router(service),
@@ -78,7 +78,7 @@ def create_app(
         completions_router(service),
         chat_router(service),
         tokenize_router(service),
-        admin_router(service, version=_version()),
+        admin_router(service, version=version()),
     ):
         app.include_router(router)
     _handle_errors(app, metrics)
@@ -106,10 +106,3 @@ def _handle_errors(app: FastAPI, metrics: Metrics) -> None:
     app.add_exception_handler(ClientFault, on_serving_error)
     app.add_exception_handler(EngineFault, on_serving_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-
-
-def _version() -> str:
-    try:
-        return version("pageturner")
-    except PackageNotFoundError:
-        return "unknown"

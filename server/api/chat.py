@@ -23,7 +23,7 @@ def chat_router(service: Service) -> APIRouter:
     async def create(request: Request, raw: bytes) -> Response:
         body = parse(ChatBody, raw)
         job = await make_chat_job(request, body, service)
-        return await respond(request, ChatAnswer(body, job, service), stream=body.stream)
+        return await respond(request, ChatAnswer(body, job, service), service, stream=body.stream)
 
     add_post(router, "/v1/chat/completions", create, service=service, body_type=ChatBody)
     return router

@@ -30,7 +30,7 @@ def completions_router(service: Service) -> APIRouter:
     async def create(request: Request, raw: bytes) -> Response:
         body = parse(CompletionBody, raw)
         job = await _make_job(request, body, service)
-        return await respond(request, _Answer(body, job, service), stream=body.stream)
+        return await respond(request, _Answer(body, job, service), service, stream=body.stream)
 
     add_post(router, "/v1/completions", create, service=service, body_type=CompletionBody)
     return router

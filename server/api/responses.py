@@ -22,9 +22,13 @@ def responses_router(service: Service) -> APIRouter:
             raise InvalidRequest("max_output_tokens must be 1 or more", param="max_output_tokens")
         job = await make_chat_job(request, as_chat_body(body), service)
         builder = ResponseBuilder(
-            body, model=body.model or service.model.name, created=unix_now(), tokenizer=service.tokenizer
+            body,
+            model=body.model or service.model.name,
+            created=unix_now(),
+            tokenizer=service.tokenizer,
+            defaults=service.model.defaults,
         )
-        return await respond(request, TypedAnswer(service.generate(job), builder), stream=body.stream)
+        return await respond(request, TypedAnswer(service.generate(job), builder), service, stream=body.stream)
 
     add_post(router, "/v1/responses", create, service=service, body_type=ResponsesBody)
     return router

@@ -10,6 +10,7 @@ from server.api.logprobs import chat_logprobs
 from server.api.responses_input import LOGPROBS, ResponsesBody
 from server.frontend.generation import Usage
 from server.frontend.output import Piece
+from server.frontend.sampling_defaults import SamplingDefaults
 from server.frontend.tools.deltas import ToolCallDelta
 from server.protocol import FinishReason
 from server.tokenizer import Tokenizer
@@ -21,7 +22,9 @@ class ResponseBuilder:
     Items follow one another: the newest is open until another begins or the answer ends.
     """
 
-    def __init__(self, body: ResponsesBody, *, model: str, created: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, body: ResponsesBody, *, model: str, created: int, tokenizer: Tokenizer, defaults: SamplingDefaults
+    ) -> None:
         self._tokenizer = tokenizer
         self._want_logprobs = LOGPROBS in (body.include or ())
         self._sequence_number = 0
@@ -42,11 +45,11 @@ class ResponseBuilder:
             "previous_response_id": None,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": defaults.temperature if body.temperature is None else body.temperature,
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": defaults.top_p if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": body.user,

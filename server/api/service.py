@@ -25,6 +25,7 @@ from server.frontend.params import (
     resolve_sampling,
     truncate_prompt,
 )
+from server.frontend.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from server.frontend.tools import FORMATS
 from server.metrics.prometheus import Metrics
 from server.protocol import Ready
@@ -42,15 +43,16 @@ _PRIORITY_LIMIT = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    name: str
-    aliases: tuple[str, ...] = ()
-    """Other names that a request may use."""
+    names: tuple[str, ...]
+    """What requests may call it."""
     created: int = 0
     """Unix seconds."""
+    defaults: SamplingDefaults = OPENAI_DEFAULTS
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
+    def name(self) -> str:
+        """What answers call it where the request doesn't."""
+        return self.names[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,7 @@ class Service:
         check_token_ids(token_ids, bounds.vocab_size, param=raw.param)
         sampling = resolve_sampling(
             options,
+            defaults=self.model.defaults,
             num_prompt_tokens=len(token_ids),
             bounds=bounds,
             end_token_ids=self.tokenizer.end_token_ids,

@@ -1,6 +1,7 @@
 """Reading a body within its limit, and noticing that a client has gone."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from server.api.errors import ClientGone
 from server.errors import BodyTooLarge, Overloaded
 
 FREE_BYTES = 64 << 10
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: readers of event streams skip it."""
 _T = TypeVar("_T")
 
 
@@ -80,32 +83,62 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events, one ASGI message a frame.
 
-    frames: complete events as bytes. What it raises before its first frame becomes an ordinary error answer; after it,
-    an event made by `error_frame`. `closing` is the last frame in any case.
+    frames: complete events as bytes. What it raises before anything was sent becomes an ordinary error answer; after
+    it, an event made by `error_frame`. `closing` is the last frame in any case.
+    keep_alive_s: after so long without a frame a comment is sent, before the first one, too, which then decides the
+    status; proxies cut connections that say nothing. 0: never.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], *, error_frame: Callable[[Exception], bytes], closing: bytes
+        self,
+        frames: AsyncGenerator[bytes, None],
+        *,
+        error_frame: Callable[[Exception], bytes],
+        closing: bytes,
+        keep_alive_s: float,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._frames = frames
         self._error_frame = error_frame
         self._closing = closing
+        self._keep_alive_s = keep_alive_s
+        self._begun = False
+        self._last_time = time.monotonic()
+        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await until_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._frames) as frames:
-            first = await anext(frames, b"")
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            try:
+        keeper = asyncio.ensure_future(self._keep_alive(send)) if self._keep_alive_s else None
+        try:
+            async with aclosing(self._frames) as frames:
                 async for frame in frames:
-                    await send({"type": "http.response.body", "body": frame, "more_body": True})
-            except Exception as error:
-                await send({"type": "http.response.body", "body": self._error_frame(error), "more_body": True})
-        await send({"type": "http.response.body", "body": self._closing, "more_body": False})
+                    await self._send(send, frame)
+        except Exception as error:
+            if not self._begun:
+                raise
+            await self._send(send, self._error_frame(error))
+        finally:
+            if keeper is not None:
+                keeper.cancel()
+        await self._send(send, self._closing, more=False)
+
+    async def _send(self, send: Send, frame: bytes, *, more: bool = True) -> None:
+        async with self._sending:  # a comment of the keeper's must not come between the head and the first frame
+            if not self._begun:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._begun = True
+            await send({"type": "http.response.body", "body": frame, "more_body": more})
+            self._last_time = time.monotonic()
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            silence_s = time.monotonic() - self._last_time
+            if silence_s >= self._keep_alive_s:
+                await self._send(send, KEEP_ALIVE)
+            else:
+                await asyncio.sleep(self._keep_alive_s - silence_s)

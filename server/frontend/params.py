@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from server.config import Limits
 from server.errors import InvalidRequest, PromptTooLong
+from server.frontend.sampling_defaults import SamplingDefaults
 from server.protocol import GrammarSpec, Ready, SamplingParams
 
 _T = TypeVar("_T")
@@ -73,6 +74,7 @@ class ModelBounds:
 def resolve_sampling(
     options: SamplingOptions,
     *,
+    defaults: SamplingDefaults,
     num_prompt_tokens: int,
     bounds: ModelBounds,
     end_token_ids: Collection[int],
@@ -88,16 +90,16 @@ def resolve_sampling(
     check_token_ids(stop_token_ids, bounds.vocab_size, param="stop_token_ids")
     if not options.ignore_eos:
         stop_token_ids += tuple(t for t in end_token_ids if t not in stop_token_ids)
-    top_p = _in_range("top_p", _or(options.top_p, 1.0), 0.0, 1.0)
+    top_p = _in_range("top_p", _or(options.top_p, defaults.top_p), 0.0, 1.0)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         seed=secrets.randbits(64) if options.seed is None else options.seed & _U64,
-        temperature=_in_range("temperature", _or(options.temperature, 1.0), 0.0, None),
+        temperature=_in_range("temperature", _or(options.temperature, defaults.temperature), 0.0, None),
         top_p=max(top_p, _MIN_TOP_P),
-        top_k=_top_k(options.top_k, bounds.vocab_size),
-        min_p=_in_range("min_p", _or(options.min_p, 0.0), 0.0, 1.0),
-        repetition_penalty=_repetition_penalty(options.repetition_penalty),
+        top_k=_top_k(_or(options.top_k, defaults.top_k), bounds.vocab_size),
+        min_p=_in_range("min_p", _or(options.min_p, defaults.min_p), 0.0, 1.0),
+        repetition_penalty=_repetition_penalty(_or(options.repetition_penalty, defaults.repetition_penalty)),
         presence_penalty=_in_range("presence_penalty", _or(options.presence_penalty, 0.0), -2.0, 2.0),
         frequency_penalty=_in_range("frequency_penalty", _or(options.frequency_penalty, 0.0), -2.0, 2.0),
         logit_bias=_logit_bias(options.logit_bias or {}, bounds.vocab_size, limits.max_logit_bias),
@@ -195,15 +197,15 @@ def _in_range(name: str, value: _N, low: float, high: float | None) -> _N:
     return value
 
 
-def _top_k(top_k: int | None, vocab_size: int) -> int:
-    if top_k is None or top_k in (0, -1) or top_k >= vocab_size:
+def _top_k(top_k: int, vocab_size: int) -> int:
+    if top_k in (0, -1) or top_k >= vocab_size:
         return 0
     return _in_range("top_k", top_k, -1, None)
 
 
-def _repetition_penalty(value: float | None) -> float:
+def _repetition_penalty(value: float) -> float:
     """Logits are divided by it: beyond these bounds they would leave float32."""
-    return _in_range("repetition_penalty", _or(value, 1.0), 0.01, 100.0)
+    return _in_range("repetition_penalty", value, 0.01, 100.0)
 
 
 def _logit_bias(bias: Mapping[str, float], vocab_size: int, max_entries: int) -> dict[int, float]:

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from tokenizers import Tokenizer as Backend
@@ -86,10 +86,6 @@ class Tokenizer:
         """One token as text; U+FFFD stands for bytes that are no whole character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def all_token_bytes(self) -> list[bytes]:
-        """token_bytes of every id below vocab_size."""
-        return [self.token_bytes(token_id) for token_id in range(len(self._bytes))]
-
     # ------------------------------------------------------------------------------------------------------ encoding
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
@@ -101,14 +97,6 @@ class Tokenizer:
         if allow_special or not self.has_special_spelling(text):
             return self._encode(self._backend, text, add_special_tokens)
         return self._encode(self._guarded.backend, text, add_special_tokens)
-
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """encode() of each text; uses several threads."""
-        try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except TypeError as error:
-            raise _unencodable() from error
-        return [encoding.ids for encoding in encodings]
 
     def encode_guarded(self, text: str, guarded: Mapping[str, str]) -> list[int]:
         """encode() without a frame, of a text in which some control-token spellings are only text.

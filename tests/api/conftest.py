@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from server.api.app import create_app
 from server.api.service import ModelInfo
 from server.config import ApiConfig
+from server.frontend.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from server.metrics.prometheus import Metrics
 from server.tokenizer import ChatTemplate, Tokenizer, load_tokenizer
 from server.weights.locate import ModelFiles, locate
@@ -38,7 +39,14 @@ def chat_template(model_files: ModelFiles, tokenizer: Tokenizer) -> ChatTemplate
 class Server:
     """The application over a scripted engine, and a client for it."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, config: ApiConfig) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        config: ApiConfig,
+        *,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    ) -> None:
         self.tokenizer = tokenizer
         self.engine = FakeEngine(lambda _request: [])
         self.say(REPLY)
@@ -47,7 +55,7 @@ class Server:
             client=self.engine,
             tokenizer=tokenizer,
             chat_template=chat_template,
-            model=ModelInfo(name=MODEL, aliases=("alias",), created=1),
+            model=ModelInfo(names=(MODEL, "alias"), created=1, defaults=defaults),
             config=config,
             metrics=self.metrics,
         )

@@ -13,7 +13,7 @@ from server.config import ApiConfig, Limits
 from server.errors import EngineRestarting, Overloaded
 from server.protocol import Loading
 from server.tokenizer import ChatTemplate, Tokenizer
-from tests.api.conftest import MODEL, Server, ok
+from tests.api.conftest import MODEL, REPLY, Server, ok
 
 pytestmark = pytest.mark.anyio
 
@@ -318,6 +318,40 @@ async def test_unknown_fields_are_logged_once(server: Server, caplog: pytest.Log
     for _ in range(3):
         await server.complete(zzz_unheard_of=1)
     assert sum("unknown" in r.getMessage() for r in caplog.records) == 1
+
+
+async def test_official_clients_skip_what_keeps_a_stream_alive(
+    tokenizer: Tokenizer, chat_template: ChatTemplate
+) -> None:
+    """Guards clients from comments in a stream: before the first event, between events, of either kind of event."""
+    import httpx2  # anthropic's own
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
+
+    server = Server(tokenizer, chat_template, ApiConfig(stream_keep_alive_s=1e-3))
+    server.engine.hold = asyncio.Event()
+    raw: list[bytes] = []
+
+    async def note(response: Any) -> None:
+        raw.append(await response.aread())
+
+    hooks = {"response": [note]}
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(server.app), event_hooks=hooks)
+    asyncio.get_running_loop().call_later(0.05, server.engine.hold.set)
+    openai = AsyncOpenAI(api_key="x", base_url="http://test/v1", http_client=http, max_retries=0)
+    stream = await openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=64, stream=True
+    )
+    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == REPLY
+    server.engine.hold.clear()
+    asyncio.get_running_loop().call_later(0.05, server.engine.hold.set)
+    http2 = httpx2.AsyncClient(transport=httpx2.ASGITransport(server.app), event_hooks=hooks)
+    anthropic = AsyncAnthropic(api_key="x", base_url="http://test", http_client=http2, max_retries=0)
+    async with anthropic.messages.stream(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=64
+    ) as message:
+        assert "".join([text async for text in message.text_stream]) == REPLY
+    assert [answer.startswith(b": keep-alive\n\n") for answer in raw] == [True, True]
 
 
 async def test_official_client(server: Server) -> None:

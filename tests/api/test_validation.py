@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from server.config import ApiConfig
+from server.frontend.sampling_defaults import SamplingDefaults
 from server.protocol import Ready
-from server.tokenizer import Tokenizer
-from tests.api.conftest import Server
+from server.tokenizer import ChatTemplate, Tokenizer
+from tests.api.conftest import Server, ok
 from tests.api.fakes import READY
 
 pytestmark = pytest.mark.anyio
@@ -303,3 +305,18 @@ async def test_extensions_reach_the_engine(server: Server) -> None:
     assert (request.priority, request.cache_salt) == (-3, "tenant")
     assert request.deadline is not None
     assert abs(request.deadline - request.arrival_time - 5) < 1e-6
+
+
+async def test_the_models_own_defaults(tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
+    """Guards models published with their sampling: it holds where a request leaves it open, and nowhere else."""
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    server = Server(tokenizer, chat_template, ApiConfig(), defaults=defaults)
+    await server.chat()
+    sampling = server.engine.requests[-1].sampling
+    assert all(getattr(sampling, name) == getattr(defaults, name) for name in SamplingDefaults.__slots__)
+    own = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    await server.chat(**own)
+    sampling = server.engine.requests[-1].sampling
+    assert {name: getattr(sampling, name) for name in own} == {**own, "top_k": 0}
+    response = ok(await server.post("/v1/responses", {"input": "x", "top_p": 0.5}))
+    assert (response["temperature"], response["top_p"]) == (0.6, 0.5)

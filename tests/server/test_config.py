@@ -7,6 +7,7 @@ import pytest
 
 from server import config
 from server.errors import ConfigError
+from server.setting import flag_of, leaves
 from server.units import parse_number
 
 
@@ -27,7 +28,7 @@ def test_numbers_with_units(text: str, value: int) -> None:
     assert parse_number(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "four", "-1", "4 KiBs", "1e9", "4kk"])
+@pytest.mark.parametrize("text", ["", "four", "- 1", "4 KiBs", "1e9", "4kk"])
 def test_what_is_no_number_is_refused(text: str) -> None:
     """Regression: a typing error that becomes some other number."""
     with pytest.raises(ValueError, match="not a number"):
@@ -48,6 +49,7 @@ def test_precedence(tmp_path: Path) -> None:
     [
         ("prot: 1", "did you mean 'port'"),
         ("port: ninety", "not a number"),
+        ("port: -1", "--port -1: must be at least 0"),
         ("port: 99999", "--port 99999: must be at most 65535"),
         ("max-num-seqs: 1.5", "not a whole number"),
         ("watermark: .nan", "--watermark nan: must be at least 0"),
@@ -80,8 +82,8 @@ def test_every_setting_has_a_flag_that_reaches_it() -> None:
     assert loaded.engine.scheduler.max_num_seqs == 7
     assert loaded.engine.cache.prefix_cache is False
     assert loaded.api.api_keys == ("a", "b")
-    leaves = [f for _, f in config._leaves(config.ServerConfig)]
-    assert len({config.flag_of(f) for f in leaves}) == len(leaves)
+    fields = [f for _, f in leaves(config.ServerConfig)]
+    assert len({flag_of(f) for f in fields}) == len(fields)
 
 
 def test_keys_of_a_file_join_the_others(tmp_path: Path) -> None:
@@ -102,6 +104,7 @@ def test_keys_of_a_file_join_the_others(tmp_path: Path) -> None:
         ({"api.api_keys": ["good", " "]}, {}, "--api-key is empty"),
         ({}, {"PAGETURNER_API_KEY": ""}, "--api-key is empty"),
         ({"api.host": ""}, {}, "--host is empty"),
+        ({"engine.model.served_model_name": ["a", ""]}, {}, "--served-model-name is empty"),
     ],
 )
 def test_an_empty_value_opens_no_door(flags: dict[str, object], environment: dict[str, str], message: str) -> None:

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from server import serve
+from server.api.service import ModelInfo
 from server.config import ServerConfig
 from server.frontend.engine_client import SupervisedEngine
 from server.protocol import Ready
-from server.weights.locate import locate
 from tests.api.fakes import READY, FakeState
 
 
@@ -31,7 +31,7 @@ class _Client:
 
 
 async def _status(what: str, *, is_ready: bool) -> int | None:
-    client, signals = _Client(), serve._Signals()
+    client, signals, model = _Client(), serve._Signals(), ModelInfo(names=("m",))
     http: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def serving() -> None:
@@ -43,7 +43,7 @@ async def _status(what: str, *, is_ready: bool) -> int | None:
         sock.bind(("127.0.0.1", 0))
         task = asyncio.create_task(serving())
         ending = asyncio.create_task(
-            serve._until_end(ServerConfig(), cast(SupervisedEngine, client), locate(""), "name", sock, signals, task)
+            serve._until_end(ServerConfig(), cast(SupervisedEngine, client), model, 2048, sock, signals, task)
         )
         await asyncio.sleep(0.05)
         match what:

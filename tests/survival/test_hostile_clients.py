@@ -110,6 +110,42 @@ def test_endless_headers_are_refused(server: Server) -> None:
         assert b'"error"' in answer
 
 
+@pytest.mark.parametrize(("num_bytes", "status"), [(8191, 200), (8192, 200), (8193, 431)])
+@pytest.mark.parametrize("where", ["header", "url"])
+def test_the_limit_on_headers_is_exact(server: Server, where: str, num_bytes: int, status: int) -> None:
+    """Regression: headers that came in one piece with their end got through at any size."""
+    start, end = (b"GET /livez HTTP/1.1\r\nX-Long: ", b"") if where == "header" else (b"GET /livez?", b" HTTP/1.1")
+    end += b"\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(start + b"a" * (num_bytes - len(start) - len(end)) + end)
+        answer = read_to_end(sock)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 17825792", b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("key", [KEYS[0], "wrong"])
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+def test_who_sends_too_much_reads_why(server: Server, connection: bytes, key: str, length: bytes) -> None:
+    """Regression: a reset in the middle of a large body, which threw the 413 away before the client had read it."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nConnection: %s\r\n%s\r\n\r\n"
+    chunk = b"x" * (1 << 20)
+    if b"chunked" in length:
+        chunk = b"100000\r\n" + chunk + b"\r\n"
+    status = 413 if key == KEYS[0] else 401
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.settimeout(20)
+            sock.sendall(head % (key.encode(), connection, length))
+            for _ in range(17):
+                sock.sendall(chunk)
+            answer = b""
+            while b'"error"' not in answer:
+                received = sock.recv(1 << 16)
+                assert received, answer
+                answer += received
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+
+
 def test_bytes_that_are_not_http_get_an_error_body(server: Server) -> None:
     """Regression: a plain-text 400, which clients that parse errors choke on."""
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
