@@ -20,6 +20,7 @@ from server.frontend.engine_status import EngineStatus
 from server.frontend.launcher import EngineLauncher
 from server.frontend.open_request import OpenRequest
 from server.frontend.open_requests import OpenRequests
+from server.frontend.steps_under_way import StepsUnderWay
 from server.protocol import (
     AbortRequests,
     EngineStats,
@@ -75,9 +76,7 @@ class SupervisedEngine:
         self.state = EngineStatus(self._open)
         self._engine: EngineConnection | None = None
         """Set only between Ready and the loss of the connection."""
-        self._suspects: list[str] = []
-        """The requests of the newest step."""
-        self._in_step = False
+        self._steps = StepsUnderWay()
         self._last_event_time = time.monotonic()
         self._startup_failure: StartupFailed | None = None
         self._failure = ""
@@ -199,12 +198,11 @@ class SupervisedEngine:
             self.state.phase = "ready"
         match event:
             case StepOutput():
-                self._in_step = False
+                self._steps.end(event.step_id)
                 self._on_step_output(event)
-            case StepBegun(_, request_ids):
-                self._in_step = True
+            case StepBegun(step_id, request_ids):
+                self._steps.begin(step_id, request_ids)
                 if request_ids is not None:
-                    self._suspects = request_ids
                     self._open.mark_started(request_ids)
             case Loading():
                 self.state.loading = event
@@ -299,7 +297,7 @@ class SupervisedEngine:
 
     def _is_owed(self) -> bool:
         """Whether an engine that works would send something soon."""
-        return self._engine is None or self._in_step or bool(self._inspections) or self._open.num_unfinished > 0
+        return self._engine is None or bool(self._steps) or bool(self._inspections) or self._open.num_unfinished > 0
 
     def _begin_owing(self) -> None:
         """Call it before asking an engine for something: the silence of an idle one does not count."""
@@ -314,7 +312,7 @@ class SupervisedEngine:
         """Counts it, and accuses the requests of the step in which it happened."""
         self.state.num_restarts += 1
         self.state.phase = "draining" if self._draining else "restarting"
-        accused = self._suspects if self._in_step else []
+        accused = self._steps.suspects
         logger.error(
             "the engine is gone (%s), %d requests in its step; starting a new one to resume %d",
             how,
@@ -325,7 +323,7 @@ class SupervisedEngine:
             open_request = self._open.get(request_id)
             if open_request is not None and open_request.accuse():
                 open_request.end(FinishReason.ERROR, "the engine fails on this request, even when it runs alone")
-        self._in_step, self._suspects = False, []
+        self._steps.clear()
         self.state.stats = EngineStats()
 
     def _give_up(self, message: str) -> None:

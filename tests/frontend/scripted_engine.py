@@ -53,6 +53,8 @@ class Script:
     hang_at_step: int | None = None
     hold: threading.Event = field(default_factory=threading.Event)
     """Steps wait for it."""
+    ahead: bool = False
+    """Begin a step before the output of the one before is out, as an engine on a GPU does."""
     engines: int = 0
     received: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -78,6 +80,7 @@ class ScriptedEngine:
         self.open: dict[str, GenerateRequest] = {}
         self.produced: dict[str, list[int]] = {}
         self.num_steps = 0
+        self.unsent: StepOutput | None = None
 
     def run(self) -> None:
         self.channel.receive_first(5)
@@ -93,6 +96,8 @@ class ScriptedEngine:
             self.channel.send(Loading("warming up", 0.5))
         self.channel.send(READY)
         while True:
+            if self.unsent and not self.open:
+                self.send_last_output()
             for command in self.channel.receive(0 if self.open else 5):
                 match command:
                     case GenerateRequest():
@@ -117,6 +122,8 @@ class ScriptedEngine:
         batch = alone[:1] if alone else list(self.open.values())
         self.script.steps.append([r.request_id for r in batch])
         self.channel.send(StepBegun(self.num_steps, [r.request_id for r in batch]))
+        if self.unsent:
+            self.send_last_output()
         if self.script.hang_at_step == self.num_steps and self.script.deaths_left:
             self.script.deaths_left -= 1
             for _ in range(2000):
@@ -127,8 +134,15 @@ class ScriptedEngine:
             raise Died
         if any(self.is_poison(r) for r in batch):
             raise Died
-        self.channel.send(StepOutput(self.num_steps, [self.advance(r) for r in batch], EngineStats(len(batch)), 0.0))
+        self.unsent = StepOutput(self.num_steps, [self.advance(r) for r in batch], EngineStats(len(batch)), 0.0)
+        if not self.script.ahead:
+            self.send_last_output()
         self.num_steps += 1
+
+    def send_last_output(self) -> None:
+        assert self.unsent is not None
+        self.channel.send(self.unsent)
+        self.unsent = None
 
     def is_poison(self, r: GenerateRequest) -> bool:
         return POISON in r.prompt_token_ids or (

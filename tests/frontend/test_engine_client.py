@@ -123,12 +123,14 @@ def test_a_launch_that_fails_is_tried_again(error: Exception) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("poison", [POISON, POISON_LATER])
-def test_only_the_poisoned_request_fails(poison: int) -> None:
-    """Regression: good requests failed beside the one that brings the engine down, or a crash loop without end."""
+def test_only_the_poisoned_request_fails(poison: int, ahead: bool) -> None:
+    """Regression: good requests failed beside the one that brings the engine down, or a crash loop without end: the end
+    of a step acquitted those of the step that was already under way."""
 
     async def main() -> None:
-        script = Script()
+        script = Script(ahead=ahead)
         async with started(script) as client:
             good = [asyncio.create_task(collect(client, request(f"good{i}"))) for i in range(10)]
             bad = asyncio.create_task(collect(client, request("bad", prompt=[poison])))
