@@ -10,8 +10,8 @@ and a captured graph stays valid while sequences grow:
     splits  = ceil(span / chunk)                                            per request; sum <= B + wanted / KV heads
     work item w belongs to the request whose cumulative sum of splits first exceeds w
 
-Long requests of a ragged batch thus get most of the programs. With a fixed chunk a request's splits, and so its bits,
-do not depend on its company: the deterministic form. A request with one split writes its output straight away.
+Long requests of a ragged batch thus get most of the programs, and a request's splits, hence its bits, depend on its
+company: see invariant_attention. A request with one split writes its output straight away.
 """
 
 import torch
@@ -25,9 +25,6 @@ from kernels.triton.launch import DecodeConfig, dot_dtype, padded, scale_or_unit
 
 MIN_CHUNK = 256
 """Tokens. Below this a split costs more than it hides."""
-
-FIXED_CHUNK = 256
-"""Tokens of a split in the deterministic form."""
 
 MAX_QUERY_LEN = 8
 """Requests with more new tokens than this are prefill."""
@@ -47,7 +44,6 @@ def _splits_of_batch(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    FIXED: tl.constexpr,
     REQUESTS_PAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(requests, tiles, splits), each i32[REQUESTS_PAD]. Requests with more than MAX_QUERY tokens get no splits."""
@@ -60,13 +56,9 @@ def _splits_of_batch(
         spans = tl.minimum(spans, query_lens + (WINDOW - 1))
     spans = tl.where((query_lens > 0) & (query_lens <= MAX_QUERY), spans, 0)
     tiles = (spans + (TILE - 1)) // TILE
-    if FIXED:
-        splits = (tiles + (MIN_TILES - 1)) // MIN_TILES
-    else:
-        wanted_tiles = (tl.sum(tiles, axis=0) * num_kv_heads + programs_wanted - 1) // programs_wanted
-        chunk = tl.maximum(wanted_tiles, MIN_TILES)
-        splits = (tiles + chunk - 1) // chunk
-    return requests, tiles, splits
+    wanted_tiles = (tl.sum(tiles, axis=0) * num_kv_heads + programs_wanted - 1) // programs_wanted
+    chunk = tl.maximum(wanted_tiles, MIN_TILES)
+    return requests, tiles, (tiles + chunk - 1) // chunk
 
 
 @triton.jit(do_not_specialize=["num_requests", "programs_wanted", "page_table_stride"])
@@ -105,7 +97,6 @@ def decode_kernel(
     REQUESTS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    FIXED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SCALED: tl.constexpr,
@@ -119,7 +110,7 @@ def decode_kernel(
     work = tl.program_id(0) // NUM_KV_HEADS
     requests, tiles, splits = _splits_of_batch(
         query_start_ptr, seq_lens_ptr, num_requests, NUM_KV_HEADS, programs_wanted,
-        MAX_QUERY, WINDOW, TILE, MIN_TILES, FIXED, REQUESTS_PAD,
+        MAX_QUERY, WINDOW, TILE, MIN_TILES, REQUESTS_PAD,
     )  # fmt: skip
     request = tl.sum((tl.cumsum(splits, axis=0) <= work).to(tl.int32), axis=0)
     if request >= num_requests:
@@ -204,7 +195,6 @@ def merge_kernel(
     REQUESTS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    FIXED: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT_TILE: tl.constexpr,
 ) -> None:
@@ -214,7 +204,7 @@ def merge_kernel(
     head = tl.program_id(1) % (NUM_KV_HEADS * GROUP)
     requests, _, splits = _splits_of_batch(
         query_start_ptr, seq_lens_ptr, num_requests, NUM_KV_HEADS, programs_wanted,
-        MAX_QUERY, WINDOW, TILE, MIN_TILES, FIXED, REQUESTS_PAD,
+        MAX_QUERY, WINDOW, TILE, MIN_TILES, REQUESTS_PAD,
     )  # fmt: skip
     num_splits = tl.sum(tl.where(requests == request, splits, 0), axis=0)
     token = tl.load(query_start_ptr + request).to(tl.int64) + query
@@ -246,13 +236,9 @@ def merge_kernel(
     tl.store(out, (acc / total).to(out_ptr.dtype.element_ty), mask=dim_mask)
 
 
-def _grid(
-    meta: AttentionMetadata, *, block_size: int, num_kv_heads: int, programs_wanted: int, deterministic: bool
-) -> tuple[int, int]:
+def _grid(meta: AttentionMetadata, *, block_size: int, num_kv_heads: int, programs_wanted: int) -> tuple[int, int]:
     """(most splits of one request, most work items), from what a captured graph keeps: never from the lengths."""
-    most_splits = -(-meta.page_table.shape[1] * block_size // (FIXED_CHUNK if deterministic else MIN_CHUNK))
-    if deterministic:
-        return most_splits, meta.num_requests * most_splits
+    most_splits = -(-meta.page_table.shape[1] * block_size // MIN_CHUNK)
     return most_splits, meta.num_requests + min(programs_wanted // num_kv_heads, meta.num_requests * (most_splits - 1))
 
 
@@ -268,7 +254,6 @@ def decode_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     max_query: int = 1,
-    deterministic: bool = False,
 ) -> None:
     """Attends the requests that have 1..max_query new tokens and leaves the other rows of `out` alone.
 
@@ -278,16 +263,14 @@ def decode_attention(
     (_, num_heads, head_dim), (block_size, num_kv_heads) = q.shape, layer.key.shape[1:3]
     group, programs_wanted, key, value = num_heads // num_kv_heads, 2 * num_sms, layer.key, layer.value
     most_splits, num_work = _grid(
-        meta, block_size=block_size, num_kv_heads=num_kv_heads, programs_wanted=programs_wanted,
-        deterministic=deterministic,
-    )  # fmt: skip
+        meta, block_size=block_size, num_kv_heads=num_kv_heads, programs_wanted=programs_wanted
+    )
     partial = q.new_empty((num_work, num_kv_heads, max_query * group, head_dim), dtype=torch.float32)
     lse = q.new_empty((num_work, num_kv_heads, max_query * group), dtype=torch.float32)
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "HEAD_DIM_PAD": padded(head_dim, least=16),
         "MAX_QUERY": max_query, "REQUESTS_PAD": padded(meta.num_requests, least=REQUESTS_LEAST),
-        "TILE": config.tile, "MIN_TILES": max(1, (FIXED_CHUNK if deterministic else MIN_CHUNK) // config.tile),
-        "FIXED": deterministic, "WINDOW": window,
+        "TILE": config.tile, "MIN_TILES": max(1, MIN_CHUNK // config.tile), "WINDOW": window,
     }  # fmt: skip
     decode_kernel[(num_work * num_kv_heads,)](
         out, partial, lse, q, key, value, scale_or_unit(layer.key_scale, lse), scale_or_unit(layer.value_scale, lse),

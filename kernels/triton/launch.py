@@ -30,6 +30,29 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class InvariantConfig:
+    """As PrefillConfig; split: keys that get a softmax of their own, a multiple of tile. A token's bits depend on all
+    of these, so nothing of the batch may choose them."""
+
+    rows: int
+    tile: int
+    split: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulConfig:
+    """A program's tile: rows of x, columns of the result, and the depth of one step. Powers of two >= 16."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """What the tables are keyed by. arch: "sm_80", "sm_90", "sm_100", "gfx942", or "interpreter"."""
 
@@ -79,6 +102,32 @@ def prefill_config(target: Target, head_dim: int) -> PrefillConfig:
     if target.arch in ("sm_80", "sm_86") and head_dim > 64:
         return PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=2)
     return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3 if head_dim <= 64 else 2)
+
+
+def invariant_config(target: Target, head_dim: int) -> InvariantConfig:
+    """Few rows, because a request that decodes fills but its group's; two accumulators must fit the registers."""
+    if target.arch == "interpreter":
+        return InvariantConfig(rows=32, tile=32, split=64, num_warps=4, num_stages=2)
+    if target.arch.startswith("gfx"):
+        return InvariantConfig(rows=64, tile=32, split=1024, num_warps=4, num_stages=1)
+    if head_dim <= 64:
+        return InvariantConfig(rows=64, tile=32, split=1024, num_warps=4, num_stages=2)
+    if head_dim <= 128:
+        return InvariantConfig(rows=64, tile=64, split=1024, num_warps=8, num_stages=2)
+    if target.arch == "sm_100":
+        return InvariantConfig(rows=64, tile=32, split=1024, num_warps=8, num_stages=1)
+    return InvariantConfig(rows=64, tile=16, split=1024, num_warps=8, num_stages=2)
+
+
+def matmul_config(target: Target, num_columns: int, dtype: torch.dtype) -> MatmulConfig:
+    """One for all numbers of rows: 64, which is what a tensor core takes at once. Narrow weights get narrow tiles, so
+    that one row still keeps most processors reading."""
+    if target.arch == "interpreter" or dtype == torch.float32:
+        return MatmulConfig(rows=32, columns=32, depth=32, num_warps=4, num_stages=2)
+    stages = 2 if target.arch.startswith("gfx") else 3
+    if num_columns <= 8192:
+        return MatmulConfig(rows=64, columns=32, depth=128, num_warps=4, num_stages=stages)
+    return MatmulConfig(rows=64, columns=128, depth=64, num_warps=4, num_stages=stages)
 
 
 def padded(count: int, *, least: int = 1) -> int:

@@ -9,8 +9,18 @@ from kernels.metadata import AttentionMetadata
 from kernels.ops import DecoderFuser, Linear, QkvLayout, QuantizedWeight, Sampler, Weight
 from kernels.triton.activation import gated_activation
 from kernels.triton.decode_attention import MAX_QUERY_LEN, REQUESTS_LEAST, decode_attention
+from kernels.triton.invariant_attention import invariant_attention
 from kernels.triton.kv_write import rope_and_write_kv
-from kernels.triton.launch import Target, decode_config, describe, interpreted, padded, prefill_config
+from kernels.triton.launch import (
+    Target,
+    decode_config,
+    describe,
+    interpreted,
+    invariant_config,
+    padded,
+    prefill_config,
+)
+from kernels.triton.matmul import matmul
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.quantized_matmul import can_pack, pack, quantized_matmul
 from kernels.triton.rms_norm import rms_norm
@@ -20,15 +30,16 @@ from kernels.triton.sampling import sample
 class TritonOps:
     """Layout of the cache: key, value [num_blocks, block_size, num_kv_heads, head_dim], one scale a layer if 8-bit.
 
-    deterministic: a request's attention does not depend on its company (fixed splits; one query, one kernel). It costs
-    parallelism where few requests are long.
+    batch_invariant: the bits of a token's hidden state, logits and draw depend on its own sequence only; neither on
+    the other requests of its steps nor on the chunks in which its keys were computed. Products and attention then take
+    one tile for all batches, which is slower: see matmul, quantized_matmul and invariant_attention.
     """
 
     name = "triton"
     fuse_decoder: DecoderFuser | None = None
 
     def __init__(
-        self, device: str | torch.device = "cuda", *, deterministic: bool = False, target: Target | None = None
+        self, device: str | torch.device = "cuda", *, batch_invariant: bool = False, target: Target | None = None
     ) -> None:
         """device: where packed weights go. target: what to configure kernels for, by default the device.
 
@@ -38,7 +49,7 @@ class TritonOps:
         if self._device.type == "cpu" and not interpreted():
             raise BackendUnavailable("backend triton needs a GPU: choose cpu, or TRITON_INTERPRET=1 to debug kernels")
         self._target = target or describe(self._device)
-        self._deterministic = deterministic
+        self._batch_invariant = batch_invariant
         self.sampler: Sampler | None = sample
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
@@ -61,15 +72,20 @@ class TritonOps:
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
-        """Q4_0, Q4_1 and Q8_0 stay quantised. A dense product is the vendor library's business; where that has no form
-        with another out_dtype (all but CUDA's), the result is rounded to dtype first.
+        """Q4_0, Q4_1 and Q8_0 stay quantised. A dense product is the vendor library's business, unless it must be
+        batch-invariant; where the library has no form with another out_dtype (all but CUDA's), the result is rounded to
+        dtype first.
         """
         quantized = [part for part in weights if isinstance(part, QuantizedWeight)]
         if len(quantized) == len(weights) and can_pack(quantized):
             packed = pack(quantized, bias, self._device)
-            return lambda x: quantized_matmul(x, packed, out_dtype=out_dtype or dtype)
+            return lambda x: quantized_matmul(
+                x, packed, out_dtype=out_dtype or dtype, batch_invariant=self._batch_invariant
+            )
         weight = torch.cat([self._dense(part, dtype) for part in weights])
         bias = None if bias is None else bias.to(self._device, dtype)
+        if self._batch_invariant:
+            return lambda x: matmul(x, weight, bias, target=self._target, out_dtype=out_dtype or dtype)
         if out_dtype in (None, dtype):
             return lambda x: F.linear(x, weight, bias)
         if self._device.type == "cuda" and torch.version.hip is None and bias is None:
@@ -111,20 +127,25 @@ class TritonOps:
     ) -> torch.Tensor:
         """Requests with one new token go to the split-KV kernel, also in a mixed batch; prompts to the prefill kernel.
 
-        A small batch of up to MAX_QUERY_LEN tokens each is decode as a whole. Not a large one, so that few variants
-        need compiling; nor in the deterministic form: there no other request may choose a query's kernel.
+        A small batch of up to MAX_QUERY_LEN tokens each is decode as a whole; not a large one, so that few variants
+        need compiling. In the batch-invariant form one kernel has them all.
         """
         head_dim = q.shape[2]
         out = torch.empty_like(q, memory_format=torch.contiguous_format).flatten(1)
+        if self._batch_invariant:
+            invariant_attention(
+                q, layer, meta, out,
+                scale=scale, config=invariant_config(self._target, head_dim), window=window, soft_cap=soft_cap,
+            )  # fmt: skip
+            return out
         max_query = 1
-        small = meta.max_query_len <= MAX_QUERY_LEN and meta.num_requests <= REQUESTS_LEAST
-        if small and not self._deterministic:
+        if meta.max_query_len <= MAX_QUERY_LEN and meta.num_requests <= REQUESTS_LEAST:
             max_query = padded(meta.max_query_len)
         if meta.max_query_len <= max_query or meta.num_requests > 1:
             decode_attention(
                 q, layer, meta, out,
                 scale=scale, config=decode_config(self._target, head_dim), num_sms=self._target.num_sms,
-                window=window, soft_cap=soft_cap, max_query=max_query, deterministic=self._deterministic,
+                window=window, soft_cap=soft_cap, max_query=max_query,
             )  # fmt: skip
         if meta.max_query_len > max_query:
             prefill_attention(

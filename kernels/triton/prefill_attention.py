@@ -21,7 +21,7 @@ from kernels.triton.launch import PrefillConfig, dot_dtype, padded, scale_or_uni
 
 
 @triton.jit
-def _request_of_tile(query_start_ptr: tl.tensor, num_requests: int, tile: int, QUERIES: tl.constexpr) -> int:
+def request_of_tile(query_start_ptr: tl.tensor, num_requests: int, tile: int, QUERIES: tl.constexpr) -> int:
     """The request whose queries `tile` holds: the last b with query_start[b] // QUERIES + b <= tile, by binary search.
 
     Request b is given the tiles from that figure on: at least as many as it needs, and the total is known to the host
@@ -132,7 +132,7 @@ def prefill_kernel(
     QUERIES: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
-    request = _request_of_tile(query_start_ptr, num_requests, tile, QUERIES)
+    request = request_of_tile(query_start_ptr, num_requests, tile, QUERIES)
     request_start = tl.load(query_start_ptr + request)
     query_len = tl.load(query_start_ptr + request + 1) - request_start
     first_query = (tile - (request_start // QUERIES + request)) * QUERIES

@@ -8,8 +8,8 @@ groups first, so that the rows of one program's tile are contiguous:
             int8 [K / 32, N, 32]
     scales  float16[K / 32, N]    minima the same
 
-A tile of weights is restored in float32, rounded to the activations' dtype and multiplied there. A row's sums run over
-the groups in order, whatever the tile's height: they don't depend on the batch.
+A tile of weights is restored in float32, rounded to the activations' dtype and multiplied there. A tile's height and
+depth change the order of a row's sums: they depend on the number of rows, unless the caller wants one tile for all.
 """
 
 from dataclasses import dataclass
@@ -135,11 +135,19 @@ def quantized_matmul_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask[None, :])
 
 
-def quantized_matmul(x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """x [M, K], last axis contiguous -> [M, N] in out_dtype, by default x's: x @ w.T + bias, float32 sums."""
+def quantized_matmul(
+    x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None, batch_invariant: bool = False
+) -> torch.Tensor:
+    """x [M, K], last axis contiguous -> [M, N] in out_dtype, by default x's: x @ w.T + bias, float32 sums.
+
+    batch_invariant: a row's bits don't depend on the other rows, nor on how many there are.
+    """
     num_rows, num_columns = x.shape[0], weight.out_features
     out = x.new_empty((num_rows, num_columns), dtype=out_dtype or x.dtype)
-    tile_m, tile_n, tile_g = (16, 32, 8) if num_rows <= 16 else (64, 64, 2)
+    if batch_invariant:
+        tile_m, tile_n, tile_g = 32, 32, 4
+    else:
+        tile_m, tile_n, tile_g = (16, 32, 8) if num_rows <= 16 else (64, 64, 2)
     unused = weight.scales
     grid = (triton.cdiv(num_rows, tile_m), triton.cdiv(num_columns, tile_n))
     quantized_matmul_kernel[grid](

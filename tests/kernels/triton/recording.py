@@ -25,7 +25,7 @@ _DTYPES = {
     torch.int8: "i8",
     torch.uint8: "u8",
 }
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,10 +64,10 @@ def watched() -> Iterator[tuple[list[Launch], list[str]]]:
         yield launches, watch.kernels
 
 
-def decoder(num_layers: int, *, qk_norm: bool = True) -> Decoder:
+def decoder(num_layers: int, *, qk_norm: bool = True, batch_invariant: bool = False) -> Decoder:
     """Qwen3-8B's shapes, with as many layers as wanted and no memory."""
     heads, kv_heads, head_dim, hidden, inner = 32, 8, 128, 4096, 12288
-    ops = TritonOps("meta", target=TARGETS["sm_90"])
+    ops = TritonOps("meta", batch_invariant=batch_invariant, target=TARGETS["sm_90"])
     spec = ModelSpec(
         "qwen3", 151936, hidden, num_layers, heads, kv_heads, head_dim, inner, 4096, 1e-6,
         RopeSpec(1e6, head_dim), (0,) * num_layers, head_dim**-0.5, qk_norm=qk_norm,
@@ -111,17 +111,20 @@ def run(model: Decoder, query_lens: list[int], *, width: int = 256) -> tuple[lis
 
 @pytest.mark.parametrize("query_lens", [[1] * 8, [100], [1, 1, 60, 1]], ids=["decode", "prefill", "mixed"])
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_ten_kernels_a_layer(query_lens: list[int], qk_norm: bool) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_ten_kernels_a_layer(query_lens: list[int], qk_norm: bool, batch_invariant: bool) -> None:
     """A fusion undone, a cast or a copy slipped in: at batch 1 the launches are the step."""
-    counts = [sum(map(len, run(decoder(layers, qk_norm=qk_norm), query_lens))) for layers in (3, 4)]
-    mixed = len(set(query_lens)) > 1  # both attention kernels
-    assert counts[1] - counts[0] <= 10 + mixed
+    models = [decoder(layers, qk_norm=qk_norm, batch_invariant=batch_invariant) for layers in (3, 4)]
+    counts = [sum(map(len, run(model, query_lens))) for model in models]
+    both_attention_kernels = len(set(query_lens)) > 1 and not batch_invariant
+    assert counts[1] - counts[0] <= 10 + both_attention_kernels
 
 
-def test_a_trace_compiles_nothing_after_warm_up() -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_trace_compiles_nothing_after_warm_up(batch_invariant: bool) -> None:
     """An argument that Triton specialises on and that varies: a compilation in the middle of serving. The warm-up is
     the model runner's."""
-    model = decoder(2)
+    model = decoder(2, batch_invariant=batch_invariant)
     warm_up = [[1], [2], [4], [8], [1, 50], [50]]
     known = {launch.key() for query_lens in warm_up for launch in run(model, query_lens)[0]}
     generator = random.Random(0)
@@ -131,6 +134,13 @@ def test_a_trace_compiles_nothing_after_warm_up() -> None:
         launches, _ = run(model, query_lens, width=generator.randint(1, 300))
         new = [launch.name for launch in launches if launch.key() not in known]
         assert not new, f"{query_lens}: compiles {new}"
+
+
+def test_the_batch_invariant_form_is_one_set_of_kernels() -> None:
+    """A variant chosen by the batch: other instructions for the same row."""
+    model = decoder(1, batch_invariant=True)
+    keys = [{launch.key() for launch in run(model, lens)[0]} for lens in ([1], [1] * 200, [2], [700, 1], [40] * 70)]
+    assert all(key == keys[0] for key in keys)
 
 
 @pytest.mark.parametrize(("few", "many"), [(1, 32), (33, 64), (129, 256)])

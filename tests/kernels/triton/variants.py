@@ -11,8 +11,10 @@ from kernels.metadata import AttentionMetadata
 from kernels.ops import QkvLayout
 from kernels.triton.activation import gated_activation
 from kernels.triton.decode_attention import decode_attention
+from kernels.triton.invariant_attention import invariant_attention
 from kernels.triton.kv_write import copy_blocks, rope_and_write_kv, zero_blocks
-from kernels.triton.launch import Target, decode_config, prefill_config
+from kernels.triton.launch import Target, decode_config, invariant_config, prefill_config
+from kernels.triton.matmul import matmul
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.quantized_matmul import PackedWeight, quantized_matmul
 from kernels.triton.rms_norm import rms_norm
@@ -84,7 +86,7 @@ def _launch_all(target: Target) -> Iterator[str]:
     for kind in ("silu", "gelu_tanh"):
         gated_activation(empty(8, 24576), kind)
         yield kind
-    yield from _quantized()
+    yield from _products(target)
     i64, f32 = torch.int64, torch.float32
     sample(
         empty(8, 151936, dtype=f32), temperature=empty(8, dtype=f32), top_k=empty(8, dtype=torch.int32),
@@ -116,29 +118,48 @@ def _attention(target: Target) -> Iterator[str]:
             scale=0.1, config=prefill_config(target, head_dim), **form,
         )  # fmt: skip
 
+    def invariant(head_dim: int, *, group: int = 4, kv: torch.dtype = BF16, **form: Any) -> None:
+        q = empty(800, 8 * group, head_dim)
+        invariant_attention(
+            q, kv_layer(head_dim, dtype=kv), prefill_step, q.flatten(1),
+            scale=0.1, config=invariant_config(target, head_dim), **form,
+        )  # fmt: skip
+
     for head_dim in HEAD_DIMS:
         decode(head_dim)
         prefill(head_dim)
+        invariant(head_dim)
         yield f"d{head_dim}"
     decode(128, group=16)
     prefill(64, group=3)
+    invariant(64, group=3)
     yield "odd-group"
-    decode(128, deterministic=True)
-    yield "d128-fixed"
     decode(128, max_query=8)
     yield "d128-8-queries"
     decode(128, dtype=FP16, kv=FP16)
     yield "d128-fp16"
     decode(256, window=1024, soft_cap=50.0)
     prefill(256, window=1024, soft_cap=50.0)
+    invariant(256, window=1024, soft_cap=50.0)
     yield "d256-window-cap"
     if target.has_fp8:
         decode(128, kv=FP8)
         prefill(128, kv=FP8)
+        invariant(128, kv=FP8)
         yield "d128-fp8"
 
 
-def _quantized() -> Iterator[str]:
+def _products(target: Target) -> Iterator[str]:
+    for name, dtype, out_features, form in (
+        ("narrow", BF16, 4096, {}),
+        ("wide-bias", BF16, 12288, {"bias": empty(12288)}),
+        ("logits", BF16, 151936, {"out_dtype": torch.float32}),
+        ("narrow-fp16", FP16, 4096, {}),
+        ("fp32", torch.float32, 4096, {}),
+    ):
+        x, weight = empty(1, 4096, dtype=dtype), empty(out_features, 4096, dtype=dtype)
+        matmul(x, weight, **{"bias": None, "out_dtype": dtype, "target": target} | form)
+        yield name
     out_features, in_features = 4096, 4096
     scales = empty(in_features // 32, out_features, dtype=FP16)
     four = PackedWeight(empty(in_features // 32, out_features, 16, dtype=torch.uint8), scales, scales, None)
@@ -147,6 +168,8 @@ def _quantized() -> Iterator[str]:
         for rows in (1, 64):
             quantized_matmul(empty(rows, in_features), weight)
             yield f"{name}-{rows}"
+        quantized_matmul(empty(1, in_features), weight, batch_invariant=True)
+        yield f"{name}-invariant"
     quantized_matmul(empty(1, in_features), replace(four, bias=empty(out_features)))
     yield "4-bit-1-bias"
 

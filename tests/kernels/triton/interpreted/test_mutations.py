@@ -17,6 +17,7 @@ import kernels.triton
 from kernels.triton.ops import TritonOps
 from tests.kernels.triton.interpreted import (
     test_attention,
+    test_batch_invariance,
     test_int64,
     test_quantized_matmul,
     test_rope_write,
@@ -44,14 +45,10 @@ def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
                 text = text.replace(old, new)
             (folder / path.name).write_text(text.replace("from kernels.triton.", f"from {PACKAGE}."))
         ops_module = importlib.import_module(f"{PACKAGE}.ops")
-        for module in (
-            test_attention,
-            test_rope_write,
-            test_quantized_matmul,
-            test_int64,
-            test_traffic,
-        ):
+        for module in TESTED:
             monkeypatch.setattr(module, "OPS", ops_module.TritonOps("cpu"))
+        for module, name in ((test_attention, "INVARIANT"), (test_batch_invariance, "OPS")):
+            monkeypatch.setattr(module, name, ops_module.TritonOps("cpu", batch_invariant=True))
         monkeypatch.setattr(test_sampling, "sample", importlib.import_module(f"{PACKAGE}.sampling").sample)
         return ops_module
 
@@ -73,6 +70,12 @@ def far_attention(folder: Path) -> None:
 
 def window(batch: str) -> Callable[..., None]:
     return lambda _: test_attention.test_sliding_window(batch, 16)
+
+
+def product(_: Path) -> None:
+    """Under the audit: a load beyond the weights must be caught before it happens."""
+    with audited():
+        test_batch_invariance.test_a_product_is_the_product()
 
 
 FAULTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
@@ -134,7 +137,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         "decode_attention.py",
         "live = keys_at < high",
         "live = keys_at < high + TILE",
-        lambda _: test_traffic.test_decode_reads_each_key_and_value_once("decode", 0, deterministic=False),
+        lambda _: test_traffic.test_decode_reads_each_key_and_value_once("decode", 0, batch_invariant=False),
     ),
     "q's norm on k": (
         "kv_write.py",
@@ -147,6 +150,18 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         "high = low >> 4\n            low = low & 15",
         "high = low & 15\n            low = low >> 4",
         lambda _: test_quantized_matmul.test_kinds_and_shapes("Q4_1", torch.float32, 1, 33, 64),
+    ),
+    "the product's last step unmasked": (
+        "matmul.py",
+        "live = (start + steps < K)[None, :]",
+        "live = (start + steps < K + TILE_K)[None, :]",
+        product,
+    ),
+    "every split is the first": (
+        "invariant_attention.py",
+        "first_split += own_split",
+        "first_split += own_split * 0",
+        lambda _: test_attention.test_batch_invariant_form("decode_uneven", 0),
     ),
     "top-p of the whole": (
         "sampling.py",

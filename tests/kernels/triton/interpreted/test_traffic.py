@@ -14,7 +14,7 @@ from tests.kernels.triton.interpreted.audit import Traffic, audited
 from tests.kernels.triton.interpreted.test_quantized_matmul import quantized
 
 OPS = TritonOps("cpu")
-DETERMINISTIC = TritonOps("cpu", deterministic=True)
+INVARIANT = TritonOps("cpu", batch_invariant=True)
 
 
 def attend(case: PagedCase, *, window: int = 0, ops: TritonOps | None = None) -> tuple[LayerKV, list[Traffic]]:
@@ -46,11 +46,11 @@ def slots_read(case: PagedCase, launches: list[Traffic], argument: str) -> tuple
 
 @pytest.mark.parametrize("window", [0, 10])
 @pytest.mark.parametrize("batch", ["one_token", "decode", "decode_block_edges", "decode_uneven"])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_decode_reads_each_key_and_value_once(batch: str, window: int, deterministic: bool) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_decode_reads_each_key_and_value_once(batch: str, window: int, batch_invariant: bool) -> None:
     """Decode is bound by memory: a tile read twice, or keys read and then masked, is time lost. The bar is 1.00."""
     case = build_case(BATCHES[batch], num_heads=6, num_kv_heads=2, head_dim=80)
-    _, launches = attend(case, window=window, ops=DETERMINISTIC if deterministic else None)
+    _, launches = attend(case, window=window, ops=INVARIANT if batch_invariant else None)
     owned, count = visible_slots(case, window)
     for argument in ("key_ptr", "value_ptr"):
         slots, num_bytes = slots_read(case, launches, argument)
