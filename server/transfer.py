@@ -52,11 +52,11 @@ class Download:
     """Tensors on their way to the host. The device goes on meanwhile."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._done: torch.cuda.Event | None = None
+        self._done: torch.Event | None = None
         self._tensors = list(tensors)
         if any(tensor.is_cuda for tensor in tensors):
             self._tensors = [_start_copy(tensor) for tensor in tensors]
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done = torch.Event("cuda")
             self._done.record()
 
     def wait(self) -> list[torch.Tensor]:

@@ -61,13 +61,7 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
     kv_spec = kv_cache_spec(spec, block_size=config.cache.block_size, dtype=kv_dtype)
     memory = _plan_memory(config, model, kv_spec, device)
     kv_cache = allocate_kv_cache(ops, kv_spec, num_blocks=memory.num_blocks, device=device)
-    manager = KVCacheManager(
-        num_blocks=memory.num_blocks,
-        block_size=config.cache.block_size,
-        max_requests=config.scheduler.max_num_seqs,
-        max_blocks_per_request=-(-memory.max_model_len // config.cache.block_size),
-        enable_prefix_cache=config.cache.prefix_cache,
-    )
+    manager = _manager(config, memory)
     gate = GrammarGate(lambda: GrammarCompiler(load_tokenizer(files), vocab_size=spec.vocab_size))
     runner = ModelRunner(
         model=model,
@@ -85,10 +79,15 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         scheduler=scheduler,
         runner=_with_faults(runner, config.faults),
         gate=gate,
-        lookahead=config.scheduler.async_scheduling == "on"
-        or (config.scheduler.async_scheduling == "auto" and device.type == "cuda"),
+        lookahead=_looks_ahead(config.scheduler, device),
     )
     return core, _ready(config, memory, spec, device, model.dtype, ops)
+
+
+def _looks_ahead(config: SchedulerConfig, device: torch.device) -> bool:
+    if config.async_scheduling == "auto":
+        return device.type == "cuda"
+    return config.async_scheduling == "on"
 
 
 def _smooth(config: SchedulerConfig, device: torch.device) -> SchedulerConfig:
@@ -111,6 +110,16 @@ def _plan_memory(config: EngineConfig, model: Decoder, kv_spec: KVCacheSpec, dev
         num_blocks=config.cache.num_blocks,
         kv_cache_memory=config.cache.kv_cache_memory,
         gpu_memory_utilization=config.cache.gpu_memory_utilization if device.type == "cuda" else None,
+    )
+
+
+def _manager(config: EngineConfig, memory: MemoryPlan) -> KVCacheManager:
+    return KVCacheManager(
+        num_blocks=memory.num_blocks,
+        block_size=config.cache.block_size,
+        max_requests=config.scheduler.max_num_seqs,
+        max_blocks_per_request=-(-memory.max_model_len // config.cache.block_size),
+        enable_prefix_cache=config.cache.prefix_cache,
     )
 
 

@@ -58,20 +58,10 @@ def build_inputs(
         positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], lengths)
         owners = np.repeat(np.arange(num_requests), lengths)
     slots = blocks[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    bounds = [query_start_loc.astype(np.int32), seq_lens.astype(np.int32)]
+    awaiting = [query_start_loc[awaited], rows[awaited]]
 
-    tensors = upload(
-        [
-            token_ids,
-            query_start_loc.astype(np.int32),
-            seq_lens.astype(np.int32),
-            blocks,
-            slots,
-            positions,
-            query_start_loc[awaited],
-            rows[awaited],
-        ],
-        device,
-    )
+    tensors = upload([token_ids, *bounds, blocks, slots, positions, *awaiting], device)
     meta = AttentionMetadata(
         query_start_loc=tensors[1],
         seq_lens=tensors[2],
