@@ -97,6 +97,8 @@ class Connection(asyncio.Protocol):
         self._body = bytearray()
         self._now = 0.0
         self.usable = True
+        self.lost_unanswered = False
+        """Whether it closed when a request was sent and not a byte of the answer had come."""
 
     # ---------------------------------------------------------------------------------------------- asyncio.Protocol
 
@@ -112,6 +114,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.usable = False
+        if self._done is not None and not self._done.done():
+            self.lost_unanswered = self._now == 0.0
         self._fail(f"connection lost: {exc or 'closed by the server'}")
 
     # -------------------------------------------------------------------------------------------- httptools' callbacks
@@ -165,6 +169,7 @@ class Connection(asyncio.Protocol):
     async def _exchange(self, request: bytes, timeout_s: float) -> None:
         assert self._transport is not None
         self._body.clear()
+        self._now = 0.0
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -206,20 +211,29 @@ class Pool:
         self._idle: list[Connection] = []
 
     async def post(self, path: str, body: bytes, *, timeout_s: float) -> Call:
-        """Streams one request; a failure to connect is a failed call, too."""
+        """Streams one request; a failure to connect is a failed call, too.
+
+        A server may close a connection that it just kept alive, and some do after each stream without saying so: a
+        request that meets this is sent once more, on a new connection.
+        """
         call = Call(begin=time.perf_counter())
+        request = self._target.head("POST", path, len(body)) + body
         try:
-            connection = await self._take()
+            while True:
+                connection, is_new = await self._take()
+                await connection.stream(request, call, timeout_s)
+                if is_new or not connection.lost_unanswered:
+                    break
+                call = Call(begin=call.begin)
         except OSError as error:
             call.end, call.error = time.perf_counter(), f"can't connect: {error}"
             return call
-        await connection.stream(self._target.head("POST", path, len(body)) + body, call, timeout_s)
         self._give_back(connection)
         return call
 
     async def get(self, path: str, *, timeout_s: float = 10.0) -> bytes:
         """Raises OSError (ConnectionError among it)."""
-        connection = await self._take()
+        connection, _ = await self._take()
         try:
             return await connection.fetch(self._target.head("GET", path, 0), timeout_s)
         finally:
@@ -229,14 +243,15 @@ class Pool:
         for connection in self._idle:
             connection.close()
 
-    async def _take(self) -> Connection:
+    async def _take(self) -> tuple[Connection, bool]:
+        """(connection, whether it is new)."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
-                return connection
+                return connection, False
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(Connection, self._target.host, self._target.port)
-        return connection
+        return connection, True
 
     def _give_back(self, connection: Connection) -> None:
         if connection.usable:

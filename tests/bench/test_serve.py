@@ -137,9 +137,26 @@ def test_a_refused_connection_is_a_failed_call():
 
 def test_connections_are_reused_and_replaced():
     """A connection a request measures handshakes; a dead one used again fails the next call."""
-    calls, scripted = post(http(answer("a")), http(answer("a")), None, http(answer("a")), times=4)
-    assert [call.error is None for call in calls] == [True, True, False, True]
+    calls, scripted = post(
+        http(answer("a")), http(answer("a")), http(answer("a")) + HANG_UP, http(answer("a")), times=4
+    )
+    assert [call.error for call in calls] == [None] * 4
     assert scripted.num_connections == 2
+
+
+@pytest.mark.parametrize(
+    ("replies", "errors"),
+    [
+        ([http(answer("a")), None, http(answer("b"))], [False, False]),
+        ([http(answer("a")), None, None, http(answer("b"))], [False, True]),
+        ([http(answer("a")), http(answer("b"))[:20] + HANG_UP, http(answer("c"))], [False, True]),
+    ],
+)
+def test_a_kept_connection_may_close_once(replies, errors):
+    """Half of the requests fail at a server that closes what it kept; or one that drops requests looks sound."""
+    calls, _ = post(*replies, times=2)
+    assert [call.error is not None for call in calls] == errors
+    assert calls[0].end <= calls[1].begin
 
 
 def run_main(arguments: list[str], *answers: bytes | None) -> tuple[int, Scripted]:
