@@ -1,21 +1,28 @@
 """An Anthropic Messages request -> the chat request that says the same."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
 from server.api.schemas import Body, ChatBody, invalid_request
 from server.api.structured import as_json
+from server.api.unsupported import MESSAGES, Harmless
 from server.errors import InvalidRequest, UnsupportedFeature
 
 
 class CountTokensBody(Body):
+    unsupported: ClassVar[Harmless] = MESSAGES
     model: str | None = None
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
 
 
 class MessagesBody(CountTokensBody):
@@ -26,10 +33,6 @@ class MessagesBody(CountTokensBody):
     top_p: float | None = None
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    output_config: dict[str, Any] | None = None
-    container: Any = None
-    mcp_servers: Any = None
 
 
 def as_chat_body(body: CountTokensBody) -> ChatBody:
@@ -40,12 +43,10 @@ def as_chat_body(body: CountTokensBody) -> ChatBody:
         chat["tool_choice"] = _tool_choice(body.tool_choice)
         if body.tool_choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
-    if body.thinking is not None and body.thinking.get("type") == "disabled":
+    if thinking_of(body) == "disabled":
         chat["reasoning_effort"] = "none"
+    chat |= _output_config(body)
     if isinstance(body, MessagesBody):
-        for name in ("container", "mcp_servers"):
-            if getattr(body, name):
-                raise UnsupportedFeature(f"{name} is not supported", param=name)
         chat |= {
             "max_tokens": body.max_tokens,
             "stop": body.stop_sequences,
@@ -53,16 +54,32 @@ def as_chat_body(body: CountTokensBody) -> ChatBody:
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
-            **_output_config(body.output_config or {}),
         }
     try:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
-        raise invalid_request(error) from None
+        raise invalid_request(error, ChatBody) from None
 
 
-def _output_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A schema for the answer, and how hard to think."""
+def thinking_of(body: CountTokensBody) -> str | None:
+    """ "enabled", "disabled", or "adaptive", which leaves it to the model. None: nothing was said."""
+    if body.thinking is None:
+        return None
+    kind = body.thinking.get("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise InvalidRequest("thinking.type must be enabled, disabled or adaptive", param="thinking.type")
+    if body.thinking.get("display") not in (None, "summarized", "omitted"):
+        raise InvalidRequest("thinking.display must be summarized or omitted", param="thinking.display")
+    return str(kind)
+
+
+def _output_config(body: CountTokensBody) -> dict[str, Any]:
+    """A schema for the answer, which older clients send as output_format, and how hard to think."""
+    config = dict(body.output_config or {})
+    if body.output_format is not None:
+        if config.get("format") is not None:
+            raise InvalidRequest("output_format and output_config.format exclude each other", param="output_format")
+        config["format"] = body.output_format
     given = {name: value for name, value in config.items() if value is not None}
     if unknown := given.keys() - {"format", "effort"}:
         name = f"output_config.{min(unknown)[:80]}"

@@ -42,7 +42,9 @@ class MessageBuilder:
     Blocks follow one another: the newest is open until another begins or the answer ends.
     """
 
-    def __init__(self, *, model: str) -> None:
+    def __init__(self, *, model: str, hides_thinking: bool = False) -> None:
+        """hides_thinking: its blocks are there, and empty."""
+        self._hides_thinking = hides_thinking
         self._open: dict[str, Any] | None = None
         self._arguments = ""
         self.answer: dict[str, Any] = {
@@ -63,7 +65,8 @@ class MessageBuilder:
     def push(self, piece: Piece, usage: Usage) -> Iterator[Event]:
         if piece.reasoning:
             yield from self._begin_block({"type": "thinking", "thinking": "", "signature": ""})
-            yield self._grow("thinking", {"type": "thinking_delta", "thinking": piece.reasoning})
+            if not self._hides_thinking:
+                yield self._grow("thinking", {"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
             yield from self._begin_block({"type": "text", "text": ""})
             yield self._grow("text", {"type": "text_delta", "text": piece.text})

@@ -1,10 +1,11 @@
 """A Responses request -> the chat request that says the same."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
 from server.api.schemas import Body, ChatBody, invalid_request
+from server.api.unsupported import RESPONSES, Harmless
 from server.errors import InvalidRequest, UnsupportedFeature
 
 LOGPROBS = "message.output_text.logprobs"
@@ -13,6 +14,7 @@ _INCLUDES = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 
 
 class ResponsesBody(Body):
+    unsupported: ClassVar[Harmless] = RESPONSES
     model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -40,6 +42,8 @@ class ResponsesBody(Body):
     stream_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -77,7 +81,7 @@ def as_chat_body(body: ResponsesBody) -> ChatBody:
     try:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
-        raise invalid_request(error) from None
+        raise invalid_request(error, ChatBody) from None
 
 
 def _refuse_unsupported(body: ResponsesBody) -> None:
@@ -98,6 +102,8 @@ def _refuse_unsupported(body: ResponsesBody) -> None:
         (body.text, "text.verbosity", ("medium",)),
         (body.reasoning, "reasoning.summary", ("auto",)),
         (body.reasoning, "reasoning.generate_summary", ("auto",)),
+        (body.reasoning, "reasoning.context", ("auto",)),
+        (body.reasoning, "reasoning.mode", ("standard",)),
     ):
         value = (field or {}).get(name.partition(".")[2])
         if value is not None and value not in harmless:

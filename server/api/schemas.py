@@ -1,11 +1,12 @@
 """Request bodies. Types are strict: "hot" is no temperature, true is no number. frontend.params checks the ranges."""
 
 import logging
-from typing import Annotated, Any, TypeVar
+import types
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from server.api.unsupported import NAMES, refuse_unsupported
+from server.api.unsupported import EVERYWHERE, Harmless, refuse_unsupported
 from server.errors import InvalidRequest
 from server.frontend.params import SamplingOptions
 from server.metrics.logging import log_event
@@ -21,6 +22,8 @@ class Body(BaseModel):
     """A JSON object. Unknown fields are ignored, and logged once each."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    unsupported: ClassVar[Harmless] = EVERYWHERE
+    """Fields that are known and not honored."""
 
 
 _B = TypeVar("_B", bound=Body)
@@ -29,6 +32,7 @@ _B = TypeVar("_B", bound=Body)
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationBody(Body):
@@ -143,6 +147,8 @@ class ChatBody(GenerationBody, ChatTemplateFields):
     echo: bool | None = None
     metadata: Any = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
 
 
@@ -170,26 +176,46 @@ def parse(body_type: type[_B], body: bytes) -> _B:
     try:
         parsed = body_type.model_validate_json(body)
     except ValidationError as error:
-        raise invalid_request(error) from None
+        raise invalid_request(error, body_type) from None
     unknown = parsed.model_extra or {}
-    refuse_unsupported(unknown)
+    refuse_unsupported(unknown, body_type.unsupported)
     if isinstance(parsed, GenerationBody) and parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options needs stream = true", param="stream_options")
-    for name in unknown.keys() - NAMES:
+    for name in unknown.keys() - body_type.unsupported.keys():
         _note_unknown(name)
     return parsed
 
 
-def invalid_request(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
+def invalid_request(error: ValidationError, body_type: type[Body]) -> InvalidRequest:
+    """What the first of pydantic's errors says, with the field as the client spells it."""
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    if first["type"] == "model_type" and param is None:
+    if not first["loc"]:
         return InvalidRequest("The body must be a JSON object")
+    name = str(first["loc"][0])
+    # Of a union there is an error for each kind, with the kind's name in its location; the deepest one came closest.
+    num_hidden = 1 + _has_kinds(body_type, name)
+    found = [(e["loc"][num_hidden:], e["msg"]) for e in errors if e["loc"][0] == name]
+    deepest = max((loc for loc, _ in found), key=len)
+    param = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in deepest)
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is missing", param=param)
-    return InvalidRequest(f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param)
+    messages = dict.fromkeys(message for loc, message in found if loc == deepest)
+    listed = " or ".join(messages).replace(f" or {_SHOULD_BE}", " or ")
+    return InvalidRequest(f"{param}: {listed.removeprefix('Value error, ')}", param=param)
+
+
+_SHOULD_BE = "Input should be "
+
+
+def _has_kinds(body_type: type[Body], name: str) -> bool:
+    """Whether a field may be of several types, null aside."""
+    field = body_type.model_fields.get(name)
+    if field is None or get_origin(field.annotation) not in (types.UnionType, Union):
+        return False
+    return sum(kind is not type(None) for kind in get_args(field.annotation)) > 1
 
 
 def _note_unknown(name: str) -> None:

@@ -1,11 +1,15 @@
-"""Fields of OpenAI's and vLLM's APIs that nothing here honors. Sent with a value that matters, they are an error."""
+"""Fields of OpenAI's, vLLM's and Anthropic's APIs that nothing here honors. Sent with a value that matters, they are
+an error."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from server.errors import UnsupportedFeature
 
-_HARMLESS: dict[str, tuple[Any, ...]] = {
+Harmless = Mapping[str, tuple[Any, ...]]
+"""Field -> values that mean the same as leaving it out. null always does."""
+
+EVERYWHERE: Harmless = {
     # OpenAI's
     "suffix": ("",),
     "modalities": (["text"],),
@@ -14,6 +18,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "prediction": (),
     "web_search_options": (),
+    "moderation": (),
     "verbosity": ("medium",),
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -38,13 +43,34 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
 }
-"""Field -> values that mean the same as leaving it out. null always does."""
 
-NAMES = frozenset(_HARMLESS)
+RESPONSES: Harmless = {
+    **EVERYWHERE,
+    "access_programs": (),
+    "background_options": (),
+    "context_management": ([],),
+    "image": ({},),
+}
+
+MESSAGES: Harmless = {
+    **EVERYWHERE,
+    "billing_policy": (),
+    "compaction": (),
+    "container": (),
+    "context_management": ({}, {"edits": []}),
+    "diagnostics": (),
+    "fallback_credit_token": (),
+    "fallbacks": ([], "default"),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "thread": (),
+}
 
 
-def refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name in NAMES & fields.keys():
+def refuse_unsupported(fields: Mapping[str, Any], harmless: Harmless) -> None:
+    for name in harmless.keys() & fields.keys():
         value = fields[name]
-        if value is not None and value not in _HARMLESS[name]:
+        if value is not None and value not in harmless[name]:
             raise UnsupportedFeature(f"{name} is not supported here", param=name)

@@ -7,6 +7,7 @@ import pytest
 
 from server.errors import Overloaded
 from server.protocol import FinishReason
+from server.tokenizer import ChatTemplate
 from tests.api.conftest import REPLY, Server, ok
 
 pytestmark = pytest.mark.anyio
@@ -121,6 +122,12 @@ async def test_errors_have_anthropics_shape(server: Server) -> None:
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},
         {"tool_choice": {"type": "banana"}},
         {"mcp_servers": [{}]},
+        {"container": "c"},
+        {"speed": "fast"},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"thinking": {"type": "between_tools"}},
+        {"thinking": {"type": "adaptive", "display": "loud"}},
+        {"output_format": {"type": "xml"}},
         {"stop_sequences": "x"},
     ],
 )
@@ -130,10 +137,12 @@ async def test_refused(server: Server, fields: dict[str, Any]) -> None:
     assert response.status_code == 400, response.text
 
 
-async def test_output_config_holds_a_schema(server: Server) -> None:
-    """Guards against prose where the client's own parse() asked for an object."""
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+async def test_an_output_format_holds_a_schema(server: Server, field: str) -> None:
+    """Guards against prose where the client's own parse() asked for an object, by today's name or yesterday's."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}}}
-    ok(await server.post(PATH, body(output_config={"format": {"type": "json_schema", "schema": schema}})))
+    wanted = {"type": "json_schema", "schema": schema}
+    ok(await server.post(PATH, body(**{field: wanted if field == "output_format" else {"format": wanted}})))
     grammar = server.engine.requests[-1].sampling.grammar
     assert grammar is not None
     assert (grammar.kind, json.loads(grammar.source)["properties"]) == ("json_schema", schema["properties"])
@@ -154,3 +163,32 @@ async def test_output_config_that_cannot_be_honored(server: Server, output_confi
     response = await server.post(PATH, body(output_config=output_config))
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "shown"),
+    [
+        ("{{ messages[-1].content }}{% if enable_thinking %}[think]{% endif %}", {"type": "enabled"}, "Hi[think]"),
+        ("{{ messages[-1].content }}{% if enable_thinking %}[think]{% endif %}", {"type": "disabled"}, "Hi"),
+        ("{{ messages[-1].content }}{% if enable_thinking %}[think]{% endif %}", {"type": "adaptive"}, "Hi"),
+        ("{{ messages[-1].content }}<think>", {"type": "enabled", "budget_tokens": 1024}, "Hi<think>"),
+        ("{{ messages[-1].content }}", {"type": "disabled"}, "Hi"),
+        ("{{ messages[-1].content }}", {"type": "adaptive"}, "Hi"),
+    ],
+)
+async def test_thinking(server: Server, template: str, thinking: dict[str, Any], shown: str) -> None:
+    """Regression: thinking that was asked for, accepted, and never told to the model."""
+    server.app.state.service.chat_template = ChatTemplate(template)
+    ok(await server.post(PATH, body(thinking=thinking)))
+    assert server.tokenizer.decode(server.engine.requests[-1].prompt_token_ids) == shown
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thinking_can_be_left_out_of_the_answer(server: Server, stream: bool) -> None:
+    """Regression: thoughts shown to a client that asked for none of them."""
+    server.app.state.service.chat_template = ChatTemplate("{{ messages[-1].content }}<think>")
+    server.say("secret</think>public")
+    answer = await server.post(PATH, body(thinking={"type": "adaptive", "display": "omitted"}, stream=stream))
+    assert "secret" not in answer.text
+    assert "public" in answer.text
+    assert '"type":"thinking"' in answer.text

@@ -134,7 +134,7 @@ async def test_forced_calls_are_grammars(server: Server, choice: Any, names: set
     ("fields", "param"),
     [
         ({"tools": "x"}, "tools"),
-        ({"tools": [5]}, "tools.0"),
+        ({"tools": [5]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": "nope"}]}, "tools[0].function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [tool("")]}, "tools[0].function.name"),

@@ -59,8 +59,8 @@ def check_error(response: Any, status: int = 400, param: str | None = None) -> N
         ({"n": 1.5}, "n"),
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"best_of": 1000000}, "best_of"),
-        ({"stop": 5}, None),
-        ({"stop": [1, 2]}, None),
+        ({"stop": 5}, "stop"),
+        ({"stop": [1, 2]}, "stop[0]"),
         ({"stop": ["x"] * 65}, "stop"),
         ({"stop": "x" * 5000}, "stop"),
         ({"stream": "maybe"}, "stream"),
@@ -83,6 +83,9 @@ def check_error(response: Any, status: int = 400, param: str | None = None) -> N
         ({"priority": 2**40}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"stream_options": 5}, "stream_options"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"logit_bias": {"str": "x"}}, "logit_bias.str"),
+        ({"stop_token_ids": [1, "x"]}, "stop_token_ids[1]"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"guided_json": {}}, "guided_json"),
         ({"length_penalty": 2.0}, "length_penalty"),
@@ -320,3 +323,24 @@ async def test_the_models_own_defaults(tokenizer: Tokenizer, chat_template: Chat
     assert {name: getattr(sampling, name) for name in own} == {**own, "top_k": 0}
     response = ok(await server.post("/v1/responses", {"input": "x", "top_p": 0.5}))
     assert (response["temperature"], response["top_p"]) == (0.6, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/v1/completions", {"stop": 5}, "stop: Input should be a valid string or a valid array"),
+        ("/v1/completions", {"stop": ["a", 1]}, "stop[1]: Input should be a valid string"),
+        ("/v1/responses", {"input": 3}, "input: Input should be a valid string or a valid array"),
+        ("/v1/responses", {"input": [3]}, "input[0]: Input should be an object"),
+        ("/v1/messages", {"max_tokens": 1, "messages": [], "system": [1]}, "system[0]: Input should be an object"),
+        ("/v1/chat/completions", {"messages": ["x"]}, "messages[0]: Input should be an object"),
+        ("/v1/chat/completions", {}, "messages is missing"),
+    ],
+)
+async def test_fields_are_named_as_the_client_spells_them(
+    server: Server, path: str, fields: dict[str, Any], message: str
+) -> None:
+    """Regression: `stop.str`, where a kind of value that the validator had tried was taken for a field."""
+    response = await server.post(path, {"prompt": "x", **fields} if path == "/v1/completions" else fields)
+    check_error(response, param=message.partition(":")[0].removesuffix(" is missing"))
+    assert response.json()["error"]["message"] == message
