@@ -78,6 +78,9 @@ class SchedulerConfig(Validated):
         low=1,
     )
     policy: str = setting("fcfs", "who is admitted next", choices=("fcfs", "priority"), flag="scheduling-policy")
+    async_scheduling: str = setting(
+        "auto", "decide a step while the one before runs; auto: on a GPU", choices=("auto", "on", "off")
+    )
     watermark: float = setting(0.01, "share of the blocks that admission leaves for running requests", low=0, high=0.5)
 
 
@@ -89,6 +92,7 @@ class DeviceConfig(Validated):
     backend: str = setting("auto", "which kernels", choices=("auto", "cpu", "triton", "reference"))
     num_threads: int | None = setting(None, "CPU threads of the engine; default: every core", low=1, high=1024)
     enforce_eager: bool = setting(False, "launch a GPU's kernels one by one instead of replaying captured graphs")
+    batch_invariant: bool = setting(False, "on a GPU, too, the same bits whatever else is in a step; slower there")
 
 
 @dataclass(frozen=True, slots=True)
