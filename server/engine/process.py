@@ -22,12 +22,16 @@ from server.protocol import Loading, StartupFailed
 
 _PR_SET_PDEATHSIG = 1
 _CONFIG_TIMEOUT_S = 30.0
+_EXIT_FAILED = 1
 
 logger = logging.getLogger("pageturner.engine")
 
 
 def serve(channel: EngineChannel, config: EngineConfig) -> None:
-    """Loads the model, says Ready and runs the loop until the API process ends it. Raises whatever a step raises."""
+    """Loads the model, says Ready and runs the loop until the API process ends it. Raises whatever a step raises.
+
+    Exits where loading raises what it should not: the API process decides whether to try again.
+    """
     channel.send(Loading("importing", 0.0))
     from server.engine.assemble import assemble  # torch takes a second to import: say so first
 
@@ -39,6 +43,11 @@ def serve(channel: EngineChannel, config: EngineConfig) -> None:
     except StartupError as error:
         channel.send(StartupFailed(str(error)))
         return
+    except ChannelClosed:
+        raise
+    except Exception:
+        logger.exception("the engine failed while it was starting")
+        sys.exit(_EXIT_FAILED)
     channel.send(ready)
     EngineLoop(core, channel).run()
 
@@ -67,7 +76,7 @@ def main() -> int:
         return 0
     except Exception:
         logger.exception("the engine failed; the server starts a new one and resumes its requests")
-        return 1
+        return _EXIT_FAILED
     channel.close()
     return 0
 

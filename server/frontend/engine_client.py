@@ -45,6 +45,8 @@ _TICK_S = 0.25
 _LOAD_TIMEOUT_S = 1800.0
 """Loading says something at least after every tensor; a silence of this length is a hang."""
 _END_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 1.0
+"""For an engine that has closed its stream to end by itself: what we kill can't say how it ended."""
 _MAX_FAILED_STARTS = 5
 _MAX_BACKOFF_S = 10.0
 _STALL_SHARE = 0.25
@@ -270,6 +272,8 @@ class SupervisedEngine:
         try:
             connection = await EngineConnection.open(handle.socket, self._config, self._on_event)
             await self._watch(connection)
+            if connection.lost.done():
+                await handle.wait(_LAST_WORDS_S)
         finally:
             handle.kill()
             if connection is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import socket
 import time
 from collections.abc import AsyncIterator, Coroutine
 
@@ -296,6 +297,38 @@ def test_a_bug_in_the_supervisor_is_no_silent_end(engines_before: int, caplog: p
 
     run(main())
     assert any(record.exc_info is not None for record in caplog.records)
+
+
+def test_an_engine_that_leaves_may_say_how() -> None:
+    """Regression: an engine that failed by itself was "killed by signal 9", because we were quicker than its exit."""
+
+    class Leaver:
+        """Closes its stream, then takes a moment to exit."""
+
+        def __init__(self) -> None:
+            self.socket, theirs = socket.socketpair()
+            theirs.close()
+            self.end = ""
+
+        def launch(self, config: EngineConfig) -> EngineHandle:
+            return self
+
+        def kill(self) -> None:
+            self.end = self.end or "killed by signal 9"
+
+        async def wait(self, timeout_s: float) -> str:
+            await asyncio.sleep(0.05)
+            self.end = self.end or "exit status 1"
+            return self.end
+
+    async def main() -> None:
+        client = SupervisedEngine(Leaver(), CONFIG, max_queue=10, step_timeout_s=20)
+        await client.start()
+        with pytest.raises(StartupError, match="exit status 1"):
+            await client.wait_ready()
+        await client.stop()
+
+    run(main())
 
 
 def test_a_restart_does_not_show_how_far_the_start_before_came() -> None:
