@@ -3,8 +3,9 @@ are worth nothing."""
 
 import torch
 
-from benchmarks.gpu.batches import Shape
+from benchmarks.gpu.batches import Problem, Shape
 from benchmarks.gpu.bench import Bench
+from kernels.metadata import AttentionMetadata
 from kernels.ops import QkvLayout
 from kernels.reference import ReferenceOps
 from kernels.triton.ops import TritonOps
@@ -27,6 +28,7 @@ def check(bench: Bench) -> bool:
         "RoPE and cache write": max(_rope(bench, shape) for shape in _shapes(bench)),
         "norm and activation": _pointwise(bench),
         "greedy sampling": _sampling(bench),
+        "batch invariance": max(_invariance(bench, shape) for shape in _shapes(bench)),
     }
     for name, error in worst.items():
         bench.note("", f"largest error: {name}", error, "", most=TOLERANCE)
@@ -83,6 +85,50 @@ def _pointwise(bench: Bench) -> float:
     gated = [ops.gated_activation(x, kind) for kind in ("silu", "gelu_tanh") for ops in (bench.ops, reference)]
     pairs = [*zip(got, wanted, strict=True), (gated[0], gated[1]), (gated[2], gated[3])]
     return max(_error(a, b) for a, b in pairs)
+
+
+def _invariance(bench: Bench, shape: Shape) -> float:
+    """0 if a request's bits are the same alone, in company and in any cut, else 1. In a dry run the largest difference:
+    the interpreter multiplies with numpy, whose sums depend on where a row lies."""
+    ops = TritonOps(bench.device, batch_invariant=True)
+    problem = bench.problem("1q1s5k_1q100s3k_4q1s77_1q3s2k", shape)
+
+    def attend(q: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        scale = shape.head_dim**-0.5
+        return ops.attention(q, problem.layer, meta, scale=scale, num_kv_heads=shape.num_kv_heads)
+
+    together, pairs, start = attend(problem.q, problem.meta), [], 0
+    for request, (query_len, _) in enumerate(problem.pairs):
+        middle = query_len // 2
+        for first, last in {(0, query_len), (0, max(middle, 1)), (middle, query_len), (query_len - 1, query_len)}:
+            rows = slice(start + first, start + last)
+            pairs.append((attend(problem.q[rows], alone(problem, request, first, last)), together[rows]))
+        start += query_len
+    depth, width = (64, 40) if bench.dry else (4096, 6144)
+    x, weight = (torch.randn(rows, depth, device=bench.device, dtype=bench.dtype) for rows in (70, width))
+    product = ops.pack_linear([weight], None, dtype=bench.dtype)
+    pairs += [(product(x[row:]), product(x)[row:]) for row in (1, 6, 37, 69)]
+    if bench.dry:
+        return max(_error(one, many) for one, many in pairs)
+    return float(not all(torch.equal(one, many) for one, many in pairs))
+
+
+def alone(problem: Problem, request: int, first: int, last: int) -> AttentionMetadata:
+    """The step that has nothing but the request's new tokens first .. last - 1."""
+    query_len, kv_len = problem.pairs[request]
+    start, device = sum(count for count, _ in problem.pairs[:request]) + first, problem.q.device
+    rows, seq_len = slice(start, start + last - first), kv_len - query_len + last
+    return AttentionMetadata(
+        query_start_loc=torch.tensor([0, last - first], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([seq_len], dtype=torch.int32, device=device),
+        page_table=problem.meta.page_table[request : request + 1],
+        slot_mapping=problem.meta.slot_mapping[rows],
+        positions=problem.meta.positions[rows],
+        num_requests=1,
+        num_tokens=last - first,
+        max_query_len=last - first,
+        max_seq_len=seq_len,
+    )
 
 
 def _sampling(bench: Bench) -> float:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("attention", "others", "steps")
+SECTIONS = ("attention", "others", "steps", "engine")
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
 def measure(args: argparse.Namespace) -> int:
     import torch
 
-    from benchmarks.gpu import attention, correctness, others, steps
+    from benchmarks.gpu import attention, correctness, engine, others, steps
     from benchmarks.gpu.bench import Bench, measure_ceilings
     from kernels.triton.ops import TritonOps
 
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> int:
     torch.manual_seed(0)
     measure_ceilings(bench)
     correct = correctness.check(bench)
-    modules = {"attention": attention, "others": others, "steps": steps}
+    modules = {"attention": attention, "others": others, "steps": steps, "engine": engine}
     skipped = []
     for name in args.sections.split(","):
         if time.monotonic() - begin > 60 * args.minutes:

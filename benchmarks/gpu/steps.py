@@ -1,4 +1,5 @@
-"""K9 and K12: whole decode steps of a model with random weights, launched one by one and as a captured graph."""
+"""K9: whole decode steps of a model with random weights, launched one by one and as a captured graph; and what the
+batch-invariant form of one costs."""
 
 from collections.abc import Callable
 
@@ -8,26 +9,28 @@ from benchmarks.gpu.batches import Problem, Shape
 from benchmarks.gpu.bench import Bench
 from kernels.layout import KVCache, KVCacheSpec
 from kernels.ops import DecoderLayer, Linear, QkvLayout
+from kernels.triton.ops import TritonOps
 from server.models.decoder import Decoder
 from server.models.spec import ModelSpec, RopeSpec
 
-_SIZES = {
+SIZES = {
     # layers, hidden, heads, KV heads, head dim, MLP size, vocabulary; and the goal at batch 1
     "0.6B": ((28, 1024, 16, 8, 128, 3072, 151936), ("ms", 2.5)),
     "8B": ((36, 4096, 32, 8, 128, 12288, 151936), ("share", 0.75)),
 }
-_DRY = (2, 64, 4, 2, 16, 96, 200)
+DRY = (2, 64, 4, 2, 16, 96, 200)
 
 
 def run(bench: Bench) -> None:
-    for name, (sizes, goal) in _SIZES.items():
-        model = build(bench, _DRY if bench.dry else sizes)
-        for batch in ("1q1s1k", "8q1s1k", "64q1s1k"):
-            _decode(bench, name, model, batch, goal if batch.startswith("1q") else None)
-        del model
+    for name, (sizes, goal) in SIZES.items():
+        for form, ops in (("", bench.ops), (", batch-invariant", TritonOps(bench.device, batch_invariant=True))):
+            model = build(bench, DRY if bench.dry else sizes, ops)
+            for batch in ("1q1s1k", "8q1s1k", "64q1s1k"):
+                _decode(bench, name + form, model, batch, goal if batch.startswith("1q") and not form else None)
+            del model
 
 
-def build(bench: Bench, sizes: tuple[int, ...]) -> Decoder:
+def build(bench: Bench, sizes: tuple[int, ...], ops: TritonOps) -> Decoder:
     """Random weights in the shapes of Qwen3."""
     layers, hidden, heads, kv_heads, head_dim, inner, vocab_size = sizes
     spec = ModelSpec(
@@ -37,7 +40,7 @@ def build(bench: Bench, sizes: tuple[int, ...]) -> Decoder:
 
     def linear(out_features: int, in_features: int, out_dtype: torch.dtype | None = None) -> Linear:
         weight = torch.randn(out_features, in_features, device=bench.device, dtype=bench.dtype) * in_features**-0.5
-        return bench.ops.pack_linear([weight], None, dtype=bench.dtype, out_dtype=out_dtype)
+        return ops.pack_linear([weight], None, dtype=bench.dtype, out_dtype=out_dtype)
 
     def norm(size: int) -> torch.Tensor:
         return torch.ones(size, device=bench.device, dtype=bench.dtype)
@@ -45,9 +48,9 @@ def build(bench: Bench, sizes: tuple[int, ...]) -> Decoder:
     embedding = torch.randn(vocab_size, hidden, device=bench.device, dtype=bench.dtype)
     decoder = Decoder(
         spec=spec,
-        ops=bench.ops,
+        ops=ops,
         dtype=bench.dtype,
-        embed=bench.ops.pack_embedding(embedding, dtype=bench.dtype),
+        embed=ops.pack_embedding(embedding, dtype=bench.dtype),
         layers=[
             DecoderLayer(
                 input_norm=norm(hidden),
@@ -86,19 +89,18 @@ def _decode(bench: Bench, name: str, model: Decoder, batch: str, goal: tuple[str
     kv_spec = KVCacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 16, bench.dtype)
     cache = model.ops.allocate_kv_cache(kv_spec, num_blocks=len(problem.layer.key), device=bench.device)
     step = _step(model, problem, cache)
+    target = "K9" if model.ops is bench.ops else ""
     with torch.inference_mode():
         step()
         eager = bench.milliseconds(step)
-        bench.note("K9", f"{name} step {batch}, launched one by one", eager, "ms")
+        bench.note(target, f"{name} step {batch}, launched one by one", eager, "ms")
         replay = step if bench.dry else _capture(step)
         graph = bench.milliseconds(replay)
         share = weight_bytes(spec, bench.dtype.itemsize) / graph / 1e6 / bench.ceilings.read
         most = goal[1] if goal and goal[0] == "ms" else 0.0
         least = goal[1] if goal and goal[0] == "share" else 0.0
-        bench.note("K9", f"{name} step {batch}, as a graph", graph, "ms", most=most)
-        bench.note("K9", f"{name} step {batch}, as a graph, of the weights' read", share, "", least=least)
-        if not bench.dry:
-            _quiet(bench, name, batch, replay)
+        bench.note(target, f"{name} step {batch}, as a graph", graph, "ms", most=most)
+        bench.note(target, f"{name} step {batch}, as a graph, of the weights' read", share, "", least=least)
 
 
 def _step(model: Decoder, problem: Problem, cache: KVCache) -> Callable[[], torch.Tensor]:
@@ -118,17 +120,3 @@ def _capture(step: Callable[[], torch.Tensor]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         step()
     return graph.replay
-
-
-def _quiet(bench: Bench, name: str, batch: str, replay: Callable[[], None]) -> None:
-    """K12: a warmed step allocates nothing and waits for nothing (a wait raises here)."""
-    before = torch.cuda.memory_stats(bench.device)["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(5):
-            replay()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize(bench.device)
-    allocations = torch.cuda.memory_stats(bench.device)["allocation.all.allocated"] - before
-    bench.note("K12", f"{name} step {batch}, device allocations in five replays", allocations, "", most=0.5)

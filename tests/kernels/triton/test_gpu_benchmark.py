@@ -40,5 +40,5 @@ def test_every_section_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads(files["--json"].read_text())
-    assert {"K1", "K2", "K3", "K4", "K5", "K6", "K7", "K8", "K9"} <= {row["target"] for row in result["raw"]}
+    assert {"K1", "K2", "K3", "K4", "K5", "K6", "K7", "K8", "K9", "K12"} <= {row["target"] for row in result["raw"]}
     assert "dry run" in files["--markdown"].read_text()
