@@ -28,9 +28,9 @@ def keeps(weight: Weight) -> TypeGuard[QuantizedWeight]:
 class PackedLinear:
     """[T, in] -> [T, out]. Stacked matrices may be of different kinds: each kind in a row is one part, one call.
 
-    All sums are float32. Dense parts multiply in the activations' dtype. Quantised parts need bfloat16 activations:
-    4-bit codes multiply them exactly, 8-bit ones take them as 15-bit integers, scaled per group of 32, with an error
-    below 1e-4 of the output's norm. Rounding the weights to bfloat16 would cost 2e-3.
+    Dense parts multiply in the activations' dtype and add in float32. Quantised parts need bfloat16 activations and
+    take them as integers, scaled per group of 32: 15 bits for the four neighbors that hold the largest, 8 bits for the
+    rest. Products and sums within a group are exact, an output's error is about 5e-3 of the outputs' norm.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PackedLinear:
             if part.kind == DENSE:
                 self._lib.pt_dense_linear(part, source, target + offset, rows, threads)
             elif self._lib.pt_quant_linear(part, source, target + offset, rows, threads):
-                raise MemoryError(f"no memory for the int8 activations of {rows} tokens")
+                raise MemoryError(f"no memory for the integer activations of {rows} tokens")
         return out
 
     def _pack(self, kind: int, weights: Sequence[Weight]) -> Linear:

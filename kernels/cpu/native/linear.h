@@ -24,16 +24,18 @@ INLINE void store_outputs(const Linear &l, void *out, int64_t row, int64_t tile,
 }
 
 // Calls pass(row, count, tile, tiles) so that every (row, tile of 16 outputs) is met once: strips of up to MAX_ROWS rows, as
-// even as they come, by TILES tiles (fewer, down to 1, at the end). Weights of a piece stay in a core's cache for its rows.
+// even as they come, by TILES tiles (fewer, down to 1, at the end). A piece is a stream of weights, and long: what is fetched
+// ahead of its start and beyond its end costs more than an uneven split.
 template <int TILES, int MAX_ROWS, class Pass>
 INLINE void multiply(const Linear &l, int64_t rows, int threads, const Pass &pass) {
-    constexpr int64_t ROW_BLOCK = 40 * MAX_ROWS, WEIGHTS_PER_PIECE = 32768;
+    constexpr int64_t ROW_BLOCK = 40 * MAX_ROWS, WEIGHTS_PER_PIECE = 1 << 20;
     int64_t tiles = (l.out_features + LANES - 1) / LANES, panels = (tiles + TILES - 1) / TILES;
-    int64_t step = WEIGHTS_PER_PIECE / (TILES * LANES * l.in_features) + 1;
-    int64_t columns = (panels + step - 1) / step, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int64_t columns = (tiles * LANES * l.in_features / WEIGHTS_PER_PIECE / threads + 1) * threads;
+    if (columns > panels) columns = panels;
     pool::parallel_for(columns * blocks, threads, [&](int64_t piece) {
         int64_t from = piece / columns * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
-        int64_t first = piece % columns * step, last = first + step < panels ? first + step : panels;
+        int64_t first = panels * (piece % columns) / columns, last = panels * (piece % columns + 1) / columns;
         int64_t strips = (to - from + MAX_ROWS - 1) / MAX_ROWS;
         for (int64_t p = first; p < last; p++)
             for (int64_t s = 0; s < strips; s++) {

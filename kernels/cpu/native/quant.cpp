@@ -14,21 +14,21 @@ INLINE int code_at(int kind, const uint8_t *codes, int k) {
 }
 
 // One tile and group: from the file's blocks of 16 rows (null: padding) to the layout of quant.h.
-void pack_block(int kind, const uint8_t *const *rows, uint8_t *to) {
+void pack_block(int kind, const uint8_t *const *rows, uint8_t *to, uint8_t *scales, uint8_t *minima) {
     Format f = format_of(kind);
-    memset(to, 0, f.block_bytes);
+    memset(to, 0, f.code_bytes);
     for (int o = 0; o < LANES; o++) {
         if (!rows[o]) continue;
         const uint8_t *codes = rows[o] + f.codes_at;
         for (int k = 0; k < GROUP; k++) {
-            int code = code_at(kind, codes, k);
+            int code = code_at(kind, codes, k), byte = o * 4 + k % 4;
             if (kind == Q8_0)
-                to[k / 4 * 64 + o * 4 + k % 4] = (uint8_t)code;
-            else  // k % 8 = 2 n + w: nibble n of word w
-                to[k / 8 * 64 + o * 4 + k % 2 * 2 + k % 8 / 4] |= (uint8_t)(code << (k % 4 / 2 * 4));
+                to[k / 4 * 64 + byte] = (uint8_t)code;
+            else
+                to[k / 4 % 4 * 64 + byte] |= (uint8_t)(code << (k / 16 * 4));
         }
-        memcpy(to + f.code_bytes + o * 2, rows[o], 2);
-        if (f.has_min) memcpy(to + f.code_bytes + 32 + o * 2, rows[o] + 2, 2);
+        memcpy(scales + o * 2, rows[o], 2);
+        if (f.has_min) memcpy(minima + o * 2, rows[o] + 2, 2);
     }
 }
 
@@ -50,14 +50,12 @@ extern "C" {
 
 // Whether pt_quant_linear multiplies by weights of this kind on this processor.
 int pt_quant_supported(int kind) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    if (kind == Q4_0 || kind == Q4_1) return 1;
-#endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    if (kind == Q8_0) return 1;
-#endif
+    return kind == Q4_0 || kind == Q4_1 || kind == Q8_0;
+#else
     (void)kind;
     return 0;
+#endif
 }
 
 // Bytes of the packed form.
@@ -70,27 +68,35 @@ void pt_quant_pack(int kind, const uint8_t *blocks, uint8_t *packed, int64_t out
     Format f = format_of(kind);
     int64_t groups = in_features / GROUP, tiles = (out_features + LANES - 1) / LANES;
     pool::parallel_for(tiles, threads, [&](int64_t t) {
+        int64_t first = t / PANEL * PANEL, width = tiles - first < PANEL ? 1 : PANEL;
         for (int64_t g = 0; g < groups; g++) {
             const uint8_t *rows[LANES];
             for (int o = 0; o < LANES; o++) {
                 int64_t row = t * LANES + o;
                 rows[o] = row < out_features ? blocks + (row * groups + g) * f.file_bytes : nullptr;
             }
-            pack_block(kind, rows, packed + (t * groups + g) * f.block_bytes);
+            uint8_t *to = packed + (first * groups + g * width) * f.block_bytes, *scales = to + width * f.code_bytes;
+            memset(scales + (t - first) * 32, 0, 32);
+            if (f.has_min) memset(scales + (width + t - first) * 32, 0, 32);
+            pack_block(kind, rows, to + (t - first) * f.code_bytes, scales + (t - first) * 32, scales + (width + t - first) * 32);
         }
     });
 }
 
 // linear: see linear.h. x bf16[rows, in] -> [rows, out] in linear.out_dtype. Returns 0, or 1 where memory ran out.
 int pt_quant_linear(const Linear *linear, const void *x, void *out, int64_t rows, int threads) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    if (linear->kind != Q8_0) return quant4_linear(*linear, x, out, rows, threads);
-#endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    if (linear->kind == Q8_0) return quant8_linear(*linear, x, out, rows, threads);
-#endif
+    const InputGroup *input = quantize_input(x, rows, linear->in_features, threads);
+    if (!input) return 1;
+    if (linear->kind == Q8_0)
+        quant8_linear(*linear, input, out, rows, threads);
+    else
+        quant4_linear(*linear, input, out, rows, threads);
+    return 0;
+#else
     (void)linear, (void)x, (void)out, (void)rows, (void)threads;
     return 1;
+#endif
 }
 
 // ids -> rows of a table [num_rows, size] as it lies in the file, in dtype. Returns 1, and writes nothing, for an id out of

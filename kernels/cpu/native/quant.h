@@ -1,16 +1,15 @@
 // GGUF's 4- and 8-bit formats, repacked. Every format is unsigned codes: w = scale * (code - zero) + minimum.
 //
-// Sixteen output rows fill the lanes, so no dot product needs a sum across lanes. A tile (16 outputs) is, for each group of
-// 32 k,
-//   codes uint8[256] (4 bit) or uint8[512] (8 bit) | scale fp16[16] | minimum fp16[16] (Q4_1 only)
-// 4 bit: [8 k][output][2 words of 4 nibbles], word i of byte-quad j holding k = 8 j + i, + 2, + 4, + 6 from the low end.
-// 8 bit: [4 k][output][4 k].
+// Sixteen output rows (a tile) fill the lanes, so no dot product needs a sum across lanes. Two tiles are a panel, the last one
+// may be alone. Panels lie behind each other, so a thread reads its weights as one stream. A panel is, for each group of 32 k,
+//   the tiles' codes uint8[256] (4 bit) or uint8[512] (8 bit) | their scales fp16[16] | their minima fp16[16] (Q4_1 only)
+// 8 bit: [quad of k][output][4 k]. 4 bit: the same in the low half of each byte for quads 0 to 3, in the high half for 4 to 7.
 #pragma once
 
 #include "linear.h"
 #include "vec.h"
 
-constexpr int GROUP = 32;
+constexpr int GROUP = 32, QUADS = GROUP / 4, PANEL = 2;
 
 enum Kind : int { Q4_0 = 0, Q4_1 = 1, Q8_0 = 2 };
 
@@ -25,10 +24,16 @@ constexpr Format format_of(int kind) {
                           : Format{34, 2, 512, 544, 128, false};
 }
 
-#if defined(__AVX512F__)
-INLINE vf load_halves(const uint8_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-#endif
+// 32 activations as integers, x = scale * n: int8, but for one quad (that of the largest) which is low + 128 * high.
+struct alignas(16) InputGroup {
+    int8_t low[GROUP], high[4];
+    int32_t quad;  // the one that high belongs to
+    float scale, sum;  // sum: of the 32 x
+};
 
-// x bf16[rows, in] -> out. Return 0, or 1 where memory ran out. Each in a file of its own, where the processor has it.
-int quant4_linear(const Linear &l, const void *x, void *out, int64_t rows, int threads);
-int quant8_linear(const Linear &l, const void *x, void *out, int64_t rows, int threads);
+// x bf16[rows, in] -> [rows, in / 32]. Memory of the calling thread, good until its next call; null where it ran out.
+const InputGroup *quantize_input(const void *x, int64_t rows, int64_t in_features, int threads);
+
+// x [rows, in / 32] -> out. In files of their own, which compile side by side.
+void quant4_linear(const Linear &l, const InputGroup *x, void *out, int64_t rows, int threads);
+void quant8_linear(const Linear &l, const InputGroup *x, void *out, int64_t rows, int threads);
