@@ -35,11 +35,14 @@ async def show_loading(client: EngineClient) -> Ready:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting the engine", total=1.0)
         ready = asyncio.ensure_future(client.wait_ready())
-        while not ready.done():
-            await asyncio.wait([ready], timeout=_POLL_S)
-            if loading := client.state.loading:
-                progress.update(task, description=loading.phase, completed=loading.fraction)
-    return await ready
+        try:
+            while not ready.done():
+                await asyncio.wait([ready], timeout=_POLL_S)
+                if loading := client.state.loading:
+                    progress.update(task, description=loading.phase, completed=loading.fraction)
+            return await ready
+        finally:
+            ready.cancel()
 
 
 def show_ready(

@@ -338,3 +338,4 @@ class SupervisedEngine:
         self._failed.set()
         if self._first_ready is not None and not self._first_ready.done():
             self._first_ready.set_exception(StartupError(message))
+            self._first_ready.exception()  # who has stopped waiting for it needs no warning that nobody read it

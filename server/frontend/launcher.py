@@ -51,7 +51,10 @@ class _ProcessHandle:
 
 
 class ProcessLauncher:
-    """Starts `python -m server.engine.process`. -P keeps a folder named `server` in the working directory out of it."""
+    """Starts `python -m server.engine.process`. -P keeps a folder named `server` in the working directory out of it.
+
+    The engine has a process group of its own, so that a terminal's Ctrl-C is the server's alone to answer.
+    """
 
     def launch(self, config: EngineConfig) -> EngineHandle:
         ours, theirs = socket.socketpair()
@@ -60,6 +63,7 @@ class ProcessLauncher:
                 [sys.executable, "-P", "-m", "server.engine.process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                process_group=0,
                 env=engine_environment(config.device.num_threads),
             )
         return _ProcessHandle(process, ours)

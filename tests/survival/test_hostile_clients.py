@@ -242,6 +242,31 @@ def test_a_full_disk_for_the_log_harms_nobody(gguf_file: Path) -> None:
             process.wait()
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3, 1.0])
+def test_ctrl_c_while_loading_says_nothing_bad(gguf_file: Path, tmp_path: Path, delay_s: float) -> None:
+    """Regression: a terminal's Ctrl-C, which the whole process group gets, ended in tracebacks of the engine's."""
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [COMMAND, "serve", str(gguf_file), "--port", "0"], stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not psutil.Process(process.pid).children():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(EXIT_LIMIT_S) == 0
+        said = log.read_text()
+        assert "Traceback" not in said
+        assert "ERROR" not in said
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]], ids=["term", "int twice"])
 def test_a_signal_while_loading_ends_it(gguf_file: Path, signals: list[signal.Signals]) -> None:
     """Regression: a start that can't be interrupted, or an engine that loads on without a server."""
