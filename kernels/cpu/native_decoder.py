@@ -36,6 +36,7 @@ class NativeDecoder:
         self._kept: list[torch.Tensor | ctypes.Array[Part]] = []
         self._cache: KVCache | None = None
         self._scratch = np.empty(0, np.uint8)
+        self._scratch_rows = self._scratch_address = 0
         first = plan.layers[0]
         layout = first.qkv_layout
         self._layers = (Layer * len(plan.layers))(*(self._layer(layer) for layer in plan.layers))
@@ -103,10 +104,11 @@ class NativeDecoder:
 
     def _scratch_for(self, rows: int) -> int:
         """The address of memory for a step of so many rows."""
-        wanted = self._lib.pt_decoder_scratch(self._decoder, rows) + ALIGNMENT
-        if wanted > self._scratch.nbytes:
-            self._scratch = np.empty(wanted, np.uint8)
-        return -(-self._scratch.ctypes.data // ALIGNMENT) * ALIGNMENT
+        if rows > self._scratch_rows:
+            self._scratch = np.empty(self._lib.pt_decoder_scratch(self._decoder, rows) + ALIGNMENT, np.uint8)
+            self._scratch_address = -(-self._scratch.ctypes.data // ALIGNMENT) * ALIGNMENT
+            self._scratch_rows = rows
+        return self._scratch_address
 
     def _layer(self, layer: DecoderLayer) -> Layer:
         cos_sin = self._plan.local_cos_sin if layer.local_rope else self._plan.cos_sin

@@ -9,11 +9,13 @@
 namespace {
 
 struct Plan {  // how one request's rows are cut into tiles
-    int queries_per_tile, heads_per_tile, head_tiles, query_tiles, first_segment, segments;
-    bool split;  // few rows, long context: segments are separate pieces of work
+    int queries_per_tile, heads_per_tile, head_tiles, query_tiles, first_chunk, chunks;
+    bool split;  // chunks are separate pieces of work
 };
 
-Plan plan_request(const Task &task, int request) {
+// crowded: whether there are tiles enough to keep all threads busy.
+Plan plan_request(const Task &task, int request, bool crowded) {
+    constexpr int LONG = 16;  // chunks
     const Step &step = *task.step;
     int queries = step.query_start_loc[request + 1] - step.query_start_loc[request], context = step.seq_lens[request];
     Plan p;
@@ -22,9 +24,9 @@ Plan plan_request(const Task &task, int request) {
     p.queries_per_tile = MAX_ROWS / p.heads_per_tile;
     p.query_tiles = (queries + p.queries_per_tile - 1) / p.queries_per_tile;
     int lo = task.window ? context - queries - task.window + 1 : 0;
-    p.first_segment = lo > 0 ? lo / (2 * task.chunk) : 0;
-    p.segments = (context + 2 * task.chunk - 1) / (2 * task.chunk);
-    p.split = p.query_tiles == 1 && p.segments - p.first_segment > 1;
+    p.first_chunk = lo > 0 ? lo / task.chunk : 0;
+    p.chunks = (context + task.chunk - 1) / task.chunk;
+    p.split = p.query_tiles == 1 && p.chunks - p.first_chunk > (crowded ? LONG : 1);
     return p;
 }
 
@@ -38,6 +40,7 @@ Tile make_tile(const Task &task, const Plan &p, int request, int kv_head, int he
     tile.request = request;
     tile.kv_head = kv_head;
     tile.rows = 0;
+    tile.fetch = to - from == 1;
     for (int i = from; i < to; i++) {
         int hi = step.seq_lens[request] - queries + i + 1, lo = task.window && hi > task.window ? hi - task.window : 0;
         if (i == from) tile.first = lo;
@@ -54,72 +57,84 @@ Tile make_tile(const Task &task, const Plan &p, int request, int kv_head, int he
 }
 
 struct Item {
-    int request, kv_head, head_tile, query_tile, segment;  // segment < 0: all of them
-    int64_t partial;                                       // index of the first partial of its tile, for split work
+    int request, kv_head, head_tile, query_tile;
+    int chunk;        // < 0: all of them
+    int split;        // of split tiles, which one
+    int64_t partial;  // of a split tile, its first partial
 };
 
-// Lists the work. Returns the number of items, or of partials through *partials; items may be null to count only.
-int64_t list_items(const Task &task, Item *items, int64_t *partials) {
-    int64_t n = 0, held = 0;
+struct Work {
+    int64_t items, partials;
+    int splits;
+};
+
+// Lists the work; items may be null to count only.
+Work list_items(const Task &task, bool crowded, Item *items) {
+    Work work = {0, 0, 0};
     for (int request = 0; request < task.step->num_requests; request++) {
-        Plan p = plan_request(task, request);
+        Plan p = plan_request(task, request, crowded);
         for (int kv_head = 0; kv_head < task.num_kv_heads; kv_head++)
             for (int head_tile = 0; head_tile < p.head_tiles; head_tile++)
                 for (int query_tile = p.query_tiles - 1; query_tile >= 0; query_tile--) {  // the longest first
-                    int from = p.split ? p.first_segment : -1, to = p.split ? p.segments : 0;
-                    for (int s = from; s < to; s++, n++)
-                        if (items) items[n] = {request, kv_head, head_tile, query_tile, s, held};
-                    if (p.split) held += to - from;
+                    int from = p.split ? p.first_chunk : -1, to = p.split ? p.chunks : 0;
+                    for (int c = from; c < to; c++, work.items++)
+                        if (items)
+                            items[work.items] = {request, kv_head, head_tile, query_tile, c, work.splits, work.partials};
+                    if (p.split) work.splits++, work.partials += to - from;
                 }
     }
-    *partials = held;
-    return n;
+    return work;
 }
 
 constexpr int64_t partial_floats(int dim) { return (int64_t)MAX_ROWS * (dim + 2); }
 
-template <bool BF16_KV, class T>
-void run_item(const Task &task, const Item &item, float *workspace) {
-    Plan p = plan_request(task, item.request);
-    Tile tile = make_tile(task, p, item.request, item.kv_head, item.head_tile, item.query_tile, sizeof(T));
-    alignas(64) float part_acc[MAX_ROWS * 512], whole_acc[MAX_ROWS * 512];
-    Partial part, whole;
-    part.acc = part_acc;
-    whole.acc = whole_acc;
-    if (item.segment >= 0) {
-        segment_pass<BF16_KV>(task, tile, item.segment, part);
-        float *to = workspace + (item.partial + item.segment - p.first_segment) * partial_floats(task.dim);
-        memcpy(to, part.max, sizeof part.max);
-        memcpy(to + MAX_ROWS, part.sum, sizeof part.sum);
-        memcpy(to + 2 * MAX_ROWS, part.acc, sizeof(float) * tile.rows * task.dim);
-        return;
-    }
-    clear(whole, tile.rows, task.dim);
-    for (int s = tile.first / (2 * task.chunk); s * 2 * task.chunk < tile.last; s++) {
-        segment_pass<BF16_KV>(task, tile, s, part);
-        merge(whole, part, tile.rows, task.dim);
-    }
-    finish<T>(tile, whole, task.dim);
+Partial partial_at(float *memory, int64_t index, int dim) {
+    float *at = memory + index * partial_floats(dim);
+    return {at, at + MAX_ROWS, at + 2 * MAX_ROWS};
 }
 
-template <class T>
-void merge_item(const Task &task, const Item &item, float *workspace) {
-    Plan p = plan_request(task, item.request);
-    if (item.segment != p.first_segment) return;
-    Tile tile = make_tile(task, p, item.request, item.kv_head, item.head_tile, item.query_tile, sizeof(T));
-    alignas(64) float whole_acc[MAX_ROWS * 512];
-    Partial part, whole;
-    whole.acc = whole_acc;
-    clear(whole, tile.rows, task.dim);
-    for (int s = p.first_segment; s < p.segments; s++) {
-        float *from = workspace + (item.partial + s - p.first_segment) * partial_floats(task.dim);
-        memcpy(part.max, from, sizeof part.max);
-        memcpy(part.sum, from + MAX_ROWS, sizeof part.sum);
-        part.acc = from + 2 * MAX_ROWS;
-        merge(whole, part, tile.rows, task.dim);
+struct Run {
+    const Task &task;
+    bool crowded;
+    int64_t count;
+    const Item *items;
+    float *partials;
+    int *left;  // of each split tile, the chunks that nobody has computed yet
+
+    // The keys that the thread which has item i is likely to want next: pieces are taken in order.
+    Span after(int64_t i) const {
+        int64_t n = i + task.step->threads;
+        if (n >= count) return {0, 0, 0, 0};
+        int context = task.step->seq_lens[items[n].request];
+        int chunk = items[n].chunk < 0 ? plan_request(task, items[n].request, crowded).first_chunk : items[n].chunk;
+        return {items[n].request, items[n].kv_head, chunk * task.chunk, context};
     }
-    finish<T>(tile, whole, task.dim);
-}
+
+    template <bool BF16_KV, class T>
+    void item(int64_t i) const {
+        const Item &it = items[i];
+        Plan p = plan_request(task, it.request, crowded);
+        Tile tile = make_tile(task, p, it.request, it.kv_head, it.head_tile, it.query_tile, sizeof(T));
+        alignas(64) float memory[2 * MAX_ROWS * (512 + 2)];
+        Partial whole = partial_at(memory, 0, task.dim), part = partial_at(memory, 1, task.dim);
+        if (it.chunk >= 0) {
+            int64_t index = it.partial + it.chunk - p.first_chunk;
+            chunk_pass<BF16_KV>(task, tile, it.chunk * task.chunk, after(i), partial_at(partials, index, task.dim));
+            if (__atomic_sub_fetch(&left[it.split], 1, __ATOMIC_ACQ_REL)) return;
+            clear(whole, tile.rows, task.dim);  // the last one to come merges, in order
+            for (int c = 0; c < p.chunks - p.first_chunk; c++)
+                merge(whole, partial_at(partials, it.partial + c, task.dim), tile.rows, task.dim);
+        } else {
+            clear(whole, tile.rows, task.dim);
+            for (int begin = tile.first / task.chunk * task.chunk; begin < tile.last; begin += task.chunk) {
+                Span next = {it.request, it.kv_head, begin + task.chunk, tile.last};
+                chunk_pass<BF16_KV>(task, tile, begin, next.from < next.to ? next : after(i), part);
+                merge(whole, part, tile.rows, task.dim);
+            }
+        }
+        finish<T>(tile, whole, task.dim);
+    }
+};
 
 int64_t visible_keys(const Step &step) {
     int64_t total = 0;
@@ -130,23 +145,24 @@ int64_t visible_keys(const Step &step) {
 
 template <bool BF16_KV, class T>
 int run(const Task &task) {
-    int64_t partials, count = list_items(task, nullptr, &partials);
-    Item *items = (Item *)malloc(sizeof(Item) * (count ? count : 1));
-    float *workspace = (float *)malloc(sizeof(float) * (partials ? partials * partial_floats(task.dim) : 1));
-    if (!items || !workspace) {
-        free(items);
-        free(workspace);
-        return 1;
+    constexpr int64_t ALONE = 32768, TILES_A_THREAD = 8;
+    int threads = visible_keys(*task.step) * task.num_heads * task.dim < ALONE ? 1 : task.step->threads;
+    bool crowded = threads == 1 || list_items(task, true, nullptr).items >= TILES_A_THREAD * threads;
+    Work work = list_items(task, crowded, nullptr);
+    Item *items = (Item *)malloc(sizeof(Item) * (work.items + 1));
+    float *partials = (float *)malloc(sizeof(float) * (work.partials * partial_floats(task.dim) + 1));
+    int *left = (int *)calloc(work.splits + 1, sizeof(int));
+    bool enough = items && partials && left;
+    if (enough) {
+        list_items(task, crowded, items);
+        for (int64_t i = 0; i < work.items; i++) left[items[i].split] += items[i].chunk >= 0;
+        Run step = {task, crowded, work.items, items, partials, left};
+        pool::parallel_for(work.items, threads, [&](int64_t i) { step.item<BF16_KV, T>(i); });
     }
-    list_items(task, items, &partials);
-    bool alone = visible_keys(*task.step) * task.num_heads * task.dim < 131072;
-    int threads = alone ? 1 : task.step->threads;
-    pool::parallel_for(count, threads, [&](int64_t i) { run_item<BF16_KV, T>(task, items[i], workspace); });
-    for (int64_t i = 0; partials && i < count; i++)
-        if (items[i].segment >= 0) merge_item<T>(task, items[i], workspace);
     free(items);
-    free(workspace);
-    return 0;
+    free(partials);
+    free(left);
+    return !enough;
 }
 
 int lane_group(int block_size) {

@@ -5,15 +5,20 @@
 //   value [num_blocks, kv_heads, block_size / P, dim]                              pairs of tokens
 // so that scores fill the lanes with tokens, outputs fill the lanes with dims, and neither needs a sum across lanes.
 //
-// Arithmetic (online softmax, Milakov & Gimelshein 2018; segments merged as in Flash-Decoding): a row's keys are taken in
-// chunks of CHUNK and segments of two chunks, both at fixed positions of the sequence; segments are merged in order. The
-// result of a row therefore has the same bits whatever the batch, the prefill chunk, the number of threads.
+// Arithmetic (Flash-Decoding): a row's keys are taken in chunks of CHUNK at fixed positions of the sequence, each with a
+// softmax of its own, and merged in order by their maxima (online softmax, Milakov & Gimelshein 2018). The result of a row
+// therefore has the same bits whatever the batch, the prefill chunk, the number of threads.
+//
+// Blocks lie anywhere in memory, 2 kB of a head at a time, too little for a processor's own prefetcher. So a pass with few rows
+// to compute fetches what it reads next: the values while it scores the keys, then the next chunk's keys.
 #pragma once
+
+#include <type_traits>
 
 #include "step.h"
 #include "vec.h"
 
-constexpr int MAX_ROWS = 16;
+constexpr int MAX_ROWS = LANES;
 constexpr int CHUNK = 128;
 #if defined(__AVX512F__)
 constexpr int WIDE = 4;  // vectors of a register tile beside its four rows
@@ -37,11 +42,15 @@ struct Tile {
     const void *q[MAX_ROWS];
     void *out[MAX_ROWS];
     int first, last;  // the smallest lo, the largest hi
+    bool fetch;       // whether memory is what this tile waits for
 };
 
-struct Partial {  // one segment's, or the merged, state of a tile; acc is [rows, dim]
-    float max[MAX_ROWS], sum[MAX_ROWS];
-    float *acc;
+struct Span {  // some of a request's keys
+    int request, kv_head, from, to;
+};
+
+struct Partial {  // one chunk's, or the merged, state of a tile
+    float *max, *sum, *acc;  // [MAX_ROWS], [MAX_ROWS], [rows, dim]
 };
 
 template <bool BF16_KV>
@@ -49,16 +58,19 @@ INLINE vf mac(vf acc, vu a, vu b) {
     return BF16_KV ? dot_pairs(acc, a, b) : acc + bits<vf>(a) * bits<vf>(b);
 }
 
-// scores[r][g * lanes ...] for ROWS rows and GROUPS lane groups; steps = dim / P.
-template <bool BF16_KV, int ROWS, int GROUPS, bool FULL>
-INLINE void score_block(const uint32_t *const *q, const uint32_t *const *key, int steps, int64_t stride, int lanes,
-                        float *scores, int score_stride) {
+// scores[r][g * lanes ...] for ROWS rows and GROUPS lane groups; steps = dim / P. soon: the groups' values, as many units as
+// their keys, to FETCH meanwhile.
+template <bool BF16_KV, int ROWS, int GROUPS, bool FULL, bool FETCH>
+INLINE void score_block(const uint32_t *const *q, const uint32_t *const *key, const uint32_t *const *soon, int steps,
+                        int64_t stride, int lanes, float *scores) {
     vf acc[ROWS][GROUPS] = {};
     for (int d = 0; d < steps; d++) {
         vu k[GROUPS];
 #pragma GCC unroll 4
         for (int g = 0; g < GROUPS; g++)
             k[g] = FULL ? load<vu>(key[g] + d * stride) : load_units(key[g] + d * stride, lanes);
+#pragma GCC unroll 4
+        for (int g = 0; g < (FETCH ? GROUPS : 0); g++) __builtin_prefetch(soon[g] + d * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
             vu qv = splat_u(q[r][d]);
@@ -70,7 +82,7 @@ INLINE void score_block(const uint32_t *const *q, const uint32_t *const *key, in
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int g = 0; g < GROUPS; g++) {
-            float *to = scores + r * score_stride + g * lanes;
+            float *to = scores + r * CHUNK + g * lanes;
             if (FULL)
                 store(to, acc[r][g]);
             else
@@ -78,34 +90,31 @@ INLINE void score_block(const uint32_t *const *q, const uint32_t *const *key, in
         }
 }
 
-template <bool BF16_KV, int ROWS>
-INLINE void score_rows(const Task &task, const uint32_t *const *q, const uint32_t *const *key, int groups, float *scores) {
-    int steps = task.dim / (BF16_KV ? 2 : 1), g = 0;
-    if (task.lanes == LANES)
+template <bool BF16_KV, int ROWS, bool FETCH>
+INLINE void score_rows(const Task &task, const uint32_t *const *q, const uint32_t *const *key, const uint32_t *const *soon,
+                       int groups, float *scores) {
+    int steps = task.dim / (BF16_KV ? 2 : 1), stride = task.block_size, lanes = task.lanes, g = 0;
+    if (lanes == LANES) {
         for (; g + WIDE <= groups; g += WIDE)
-            score_block<BF16_KV, ROWS, WIDE, true>(q, key + g, steps, task.block_size, LANES, scores + g * LANES, CHUNK);
-    for (; g < groups; g++) {
-        float *to = scores + g * task.lanes;
-        if (task.lanes == LANES)
-            score_block<BF16_KV, ROWS, 1, true>(q, key + g, steps, task.block_size, LANES, to, CHUNK);
-        else
-            score_block<BF16_KV, ROWS, 1, false>(q, key + g, steps, task.block_size, task.lanes, to, CHUNK);
+            score_block<BF16_KV, ROWS, WIDE, true, FETCH>(q, key + g, soon + g, steps, stride, LANES, scores + g * LANES);
+        for (; g < groups; g++)
+            score_block<BF16_KV, ROWS, 1, true, FETCH>(q, key + g, soon + g, steps, stride, LANES, scores + g * LANES);
     }
+    for (; g < groups; g++)
+        score_block<BF16_KV, ROWS, 1, false, false>(q, key + g, soon, steps, stride, lanes, scores + g * lanes);
 }
 
-// acc[r][0 .. VECS * 16) += sum over j of weights[r][j] * value[j][...].
-template <bool BF16_KV, int ROWS, int VECS>
-INLINE void value_block(const uint32_t *weights, const uint32_t *const *value, int first, int last, int offset, float *acc,
-                        int acc_stride) {
-    vf sum[ROWS][VECS];
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) sum[r][v] = load<vf>(acc + r * acc_stride + v * LANES);
+// acc[r][0 .. VECS * 16) = sum over j of weights[r][j] * value[j][...]. soon[j]: keys to FETCH meanwhile, a line a vector.
+template <bool BF16_KV, int ROWS, int VECS, bool FETCH>
+INLINE void value_block(const uint32_t *weights, const uint32_t *const *value, const uint32_t *const *soon, int64_t stride,
+                        int first, int last, int offset, float *acc, int acc_stride) {
+    vf sum[ROWS][VECS] = {};
     for (int j = first; j < last; j++) {
         vu x[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) x[v] = load<vu>(value[j] + offset + v * LANES);
+#pragma GCC unroll 4
+        for (int v = 0; v < (FETCH ? VECS : 0); v++) __builtin_prefetch(soon[j] + (offset / LANES + v) * stride);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
             vu w = splat_u(weights[r * CHUNK + j]);
@@ -119,12 +128,40 @@ INLINE void value_block(const uint32_t *weights, const uint32_t *const *value, i
         for (int v = 0; v < VECS; v++) store(acc + r * acc_stride + v * LANES, sum[r][v]);
 }
 
-template <bool BF16_KV, int ROWS>
-INLINE void value_rows(const uint32_t *weights, const uint32_t *const *value, int first, int last, int dim, float *acc) {
-    int d = 0;
+template <bool BF16_KV, int ROWS, bool FETCH>
+INLINE void value_rows(const Task &task, const uint32_t *weights, const uint32_t *const *value, const uint32_t *const *soon,
+                       int first, int last, float *acc) {
+    int dim = task.dim, stride = task.block_size, d = 0;
     for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
-        value_block<BF16_KV, ROWS, WIDE>(weights, value, first, last, d, acc + d, dim);
-    for (; d < dim; d += LANES) value_block<BF16_KV, ROWS, 1>(weights, value, first, last, d, acc + d, dim);
+        value_block<BF16_KV, ROWS, WIDE, FETCH>(weights, value, soon, stride, first, last, d, acc + d, dim);
+    for (; d < dim; d += LANES)
+        value_block<BF16_KV, ROWS, 1, FETCH>(weights, value, soon, stride, first, last, d, acc + d, dim);
+}
+
+// Calls pass(first row, number of rows, whether to fetch) for up to four rows at a time; the latter two are constants. The
+// first four fetch for all.
+template <class Pass>
+INLINE void in_fours(int rows, bool fetch, const Pass &pass) {
+    std::true_type yes;
+    std::false_type no;
+    for (int r = 0; r < rows; r += 4) switch ((rows - r < 4 ? rows - r : 4) + (fetch && !r ? 4 : 0)) {
+            case 1: pass(r, std::integral_constant<int, 1>(), no); break;
+            case 2: pass(r, std::integral_constant<int, 2>(), no); break;
+            case 3: pass(r, std::integral_constant<int, 3>(), no); break;
+            case 4: pass(r, std::integral_constant<int, 4>(), no); break;
+            case 5: pass(r, std::integral_constant<int, 1>(), yes); break;
+            case 6: pass(r, std::integral_constant<int, 2>(), yes); break;
+            case 7: pass(r, std::integral_constant<int, 3>(), yes); break;
+            default: pass(r, std::integral_constant<int, 4>(), yes);
+        }
+}
+
+INLINE float largest(vf v) {
+    float a[LANES];
+    store(a, v);
+    for (int w = LANES / 2; w; w /= 2)
+        for (int i = 0; i < w; i++) a[i] = a[i] > a[i + w] ? a[i] : a[i + w];
+    return a[0];
 }
 
 INLINE vf visible_score(const Task &task, const float *scores, int position, int lo, int hi) {
@@ -135,18 +172,18 @@ INLINE vf visible_score(const Task &task, const float *scores, int position, int
     return (p >= lo) & (p < hi) ? s : splat(NEG_INF);
 }
 
-// Turns one row's scores of a chunk into weights, rescales the row's sums. scores[0] is the key at `position`; n is a
-// multiple of 16. A row that sees none of these keys gets weights of 0.
+// Turns one row's scores of a chunk into weights. scores[0] is the key at `position`; n is a multiple of 16. A row that sees
+// none of these keys gets weights of 0.
 template <bool BF16_KV>
 INLINE void soften(const Task &task, Partial &part, int r, float *scores, int position, int n, int lo, int hi,
                    uint32_t *weights) {
-    vf top = splat(part.max[r]);
+    vf top = splat(NEG_INF);
     for (int i = 0; i < n; i += LANES) {
         vf s = visible_score(task, scores + i, position + i, lo, hi);
         store(scores + i, s);
         top = vmax(top, s);
     }
-    float max = reduce_max(top), base = max == NEG_INF ? 0.0f : max;
+    float max = largest(top), base = max == NEG_INF ? 0.0f : max;
     vf total = {};
     for (int i = 0; i < n; i += LANES) {
         vf p = load<vf>(scores + i) - base;
@@ -157,14 +194,8 @@ INLINE void soften(const Task &task, Partial &part, int r, float *scores, int po
         else
             store(weights + i, p);
     }
-    if (max != part.max[r]) {
-        float factor = exp_s(part.max[r] - base);
-        part.sum[r] *= factor;
-        for (int d = 0; d < task.dim; d += LANES)
-            store(part.acc + r * task.dim + d, load<vf>(part.acc + r * task.dim + d) * factor);
-        part.max[r] = max;
-    }
-    part.sum[r] += reduce_add(total);
+    part.max[r] = max;
+    part.sum[r] = reduce_add(total);
 }
 
 // A pair of tokens of which only one may be read: a copy with the other zeroed (a slot that was never written can hold NaN).
@@ -173,76 +204,80 @@ INLINE const uint32_t *edge_pair(const uint32_t *pair, uint32_t mask, int dim, u
     return scratch;
 }
 
-template <bool BF16_KV>
-INLINE void chunk_pass(const Task &task, const Tile &tile, int begin, int end, Partial &part) {
-    constexpr int P = BF16_KV ? 2 : 1;
-    const int32_t *pages = task.step->page_table + tile.request * task.step->page_stride;
+// Addresses of the keys and values of `groups` lane groups, from the first of the span on.
+template <int P>
+INLINE void locate(const Task &task, const Span &span, int groups, const uint32_t **key, const uint32_t **value) {
+    const int32_t *page = task.step->page_table + span.request * task.step->page_stride + span.from / task.block_size;
     int64_t head_units = (int64_t)task.block_size * task.dim / P;
-    const uint32_t *key[CHUNK], *value[CHUNK];
+    int slot = span.from % task.block_size;
+    for (int g = 0; g < groups; g++) {
+        int64_t head = ((int64_t)*page * task.num_kv_heads + span.kv_head) * head_units;
+        key[g] = task.key + head + slot;
+        value[g] = task.value + head + (int64_t)(slot / P) * task.dim;
+        slot += task.lanes;
+        if (slot == task.block_size) slot = 0, page++;
+    }
+}
+
+// soon[j], j < count: the keys of the span's first chunk, as evenly as the chunk's values are walked through.
+template <int P>
+INLINE void locate_next(const Task &task, const Span &span, int count, const uint32_t **soon) {
+    const uint32_t *key[CHUNK / LANES], *value[CHUNK / LANES];
+    int left = span.to - span.from, groups = ((left < task.chunk ? left : task.chunk) + LANES - 1) / LANES, j = 0;
+    locate<P>(task, span, groups, key, value);
+    for (int g = 0; g < groups; g++)
+        for (int i = 0; i < LANES / P; i++) soon[j++] = key[g] + (int64_t)i * (task.dim / LANES) * task.block_size;
+    for (; j < count; j++) soon[j] = (const uint32_t *)task.q;
+}
+
+// The tile's rows over the keys of one chunk, from `begin` on. next: what this thread reads after that.
+template <bool BF16_KV>
+void chunk_pass(const Task &task, const Tile &tile, int begin, const Span &next, Partial part) {
+    constexpr int P = BF16_KV ? 2 : 1;
+    const uint32_t *key[CHUNK / 2], *group_value[CHUNK / 2], *value[CHUNK], *soon[CHUNK];
     uint32_t edge[2][512], weights[MAX_ROWS * CHUNK];
     float scores[MAX_ROWS * CHUNK];
-    int from = begin > tile.first ? begin : tile.first, to = end < tile.last ? end : tile.last;
-    int skip = (from - begin) / task.lanes, groups = (to - begin + task.lanes - 1) / task.lanes;
-    for (int g = skip; g < groups; g++) {
-        int position = begin + g * task.lanes;
-        key[g] = task.key + ((int64_t)pages[position / task.block_size] * task.num_kv_heads + tile.kv_head) * head_units +
-                 position % task.block_size;
-    }
+    int end = begin + task.chunk, from = begin > tile.first ? begin : tile.first, to = end < tile.last ? end : tile.last;
+    int skip = (from - begin) / task.lanes, at = skip * task.lanes, groups = (to - begin + task.lanes - 1) / task.lanes - skip;
+    locate<P>(task, {tile.request, tile.kv_head, begin + at, to}, groups, key, group_value);
+    for (int g = 0, j = at / P; g < groups; g++)
+        for (int i = 0; i < task.lanes / P; i++) value[j++] = group_value[g] + i * task.dim;
     int first = (from - begin) / P, last = (to - begin + P - 1) / P;
-    for (int j = first; j < last; j++) {
-        int position = begin + j * P;
-        value[j] = task.value + ((int64_t)pages[position / task.block_size] * task.num_kv_heads + tile.kv_head) * head_units +
-                   (int64_t)(position % task.block_size / P) * task.dim;
-    }
     if (BF16_KV && begin + 2 * first < from) value[first] = edge_pair(value[first], 0xffff0000u, task.dim, edge[0]);
     if (BF16_KV && begin + 2 * last > to) value[last - 1] = edge_pair(value[last - 1], 0x0000ffffu, task.dim, edge[1]);
 
+    store(part.max, splat(NEG_INF));
+    store(part.sum, splat(0.0f));
     const uint32_t *const *q = (const uint32_t *const *)tile.q;
-    int r = 0, at = skip * task.lanes;
-    for (; r + 4 <= tile.rows; r += 4)
-        score_rows<BF16_KV, 4>(task, q + r, key + skip, groups - skip, scores + r * CHUNK + at);
-    if (tile.rows - r == 3) score_rows<BF16_KV, 3>(task, q + r, key + skip, groups - skip, scores + r * CHUNK + at);
-    if (tile.rows - r == 2) score_rows<BF16_KV, 2>(task, q + r, key + skip, groups - skip, scores + r * CHUNK + at);
-    if (tile.rows - r == 1) score_rows<BF16_KV, 1>(task, q + r, key + skip, groups - skip, scores + r * CHUNK + at);
-
+    bool fetch = tile.fetch && task.lanes == LANES;
+    in_fours(tile.rows, fetch, [&](int r, auto rows, auto fetching) {
+        score_rows<BF16_KV, rows, fetching>(task, q + r, key, group_value, groups, scores + r * CHUNK + at);
+    });
     int aligned = at / LANES * LANES, n = (to - begin + LANES - 1) / LANES * LANES - aligned;
-    for (r = 0; r < tile.rows; r++)
+    for (int r = 0; r < tile.rows; r++)
         soften<BF16_KV>(task, part, r, scores + r * CHUNK + aligned, begin + aligned, n, tile.lo[r],
                         tile.hi[r] < to ? tile.hi[r] : to, weights + r * CHUNK + aligned / P);
-    for (r = 0; r + 4 <= tile.rows; r += 4)
-        value_rows<BF16_KV, 4>(weights + r * CHUNK, value, first, last, task.dim, part.acc + r * task.dim);
-    if (tile.rows - r == 3)
-        value_rows<BF16_KV, 3>(weights + r * CHUNK, value, first, last, task.dim, part.acc + r * task.dim);
-    if (tile.rows - r == 2)
-        value_rows<BF16_KV, 2>(weights + r * CHUNK, value, first, last, task.dim, part.acc + r * task.dim);
-    if (tile.rows - r == 1)
-        value_rows<BF16_KV, 1>(weights + r * CHUNK, value, first, last, task.dim, part.acc + r * task.dim);
+    fetch = fetch && next.from < next.to;
+    if (fetch) locate_next<P>(task, next, last, soon);
+    in_fours(tile.rows, fetch, [&](int r, auto rows, auto fetching) {
+        value_rows<BF16_KV, rows, fetching>(task, weights + r * CHUNK, value, soon, first, last, part.acc + r * task.dim);
+    });
 }
 
 INLINE void clear(Partial &part, int rows, int dim) {
-    for (int r = 0; r < rows; r++) part.max[r] = NEG_INF, part.sum[r] = 0;
+    store(part.max, splat(NEG_INF));
+    store(part.sum, splat(0.0f));
     memset(part.acc, 0, sizeof(float) * rows * dim);
 }
 
-template <bool BF16_KV>
-void segment_pass(const Task &task, const Tile &tile, int segment, Partial &part) {
-    clear(part, tile.rows, task.dim);
-    for (int c = 0; c < 2; c++) {
-        int begin = (segment * 2 + c) * task.chunk, end = begin + task.chunk;
-        if (begin < tile.last && end > tile.first) chunk_pass<BF16_KV>(task, tile, begin, end, part);
-    }
-}
-
 INLINE void merge(Partial &whole, const Partial &part, int rows, int dim) {
-    for (int r = 0; r < rows; r++) {
-        float max = whole.max[r] > part.max[r] ? whole.max[r] : part.max[r];
-        if (max == NEG_INF) continue;
-        float a = exp_s(whole.max[r] - max), b = exp_s(part.max[r] - max);
-        whole.max[r] = max;
-        whole.sum[r] = whole.sum[r] * a + part.sum[r] * b;
+    vf ours = load<vf>(whole.max), theirs = load<vf>(part.max), max = vmax(ours, theirs);
+    vf base = max == NEG_INF ? splat(0.0f) : max, a = exp_v(ours - base), b = exp_v(theirs - base);
+    store(whole.max, max);
+    store(whole.sum, load<vf>(whole.sum) * a + load<vf>(part.sum) * b);
+    for (int r = 0; r < rows; r++)
         for (int d = r * dim; d < (r + 1) * dim; d += LANES)
-            store(whole.acc + d, load<vf>(whole.acc + d) * a + load<vf>(part.acc + d) * b);
-    }
+            store(whole.acc + d, load<vf>(whole.acc + d) * a[r] + load<vf>(part.acc + d) * b[r]);
 }
 
 template <class T>

@@ -11,30 +11,42 @@ struct Heads {
     float eps;
 };
 
-template <class T>
-INLINE void head_to_float(const T *src, const float *norm_weight, const float *cos, const float *sin, const Heads &h, float *x,
-                          float *tmp) {
-    for (int d = 0; d < h.dim; d++) tmp[d] = to_float(src[d]);
+// One head, normed and rotated, in K. dim is a multiple of 16.
+template <class T, class K>
+INLINE void prepare_head(const T *src, const float *norm_weight, const float *cos, const float *sin, const Heads &h, K *out) {
+    alignas(64) float in[512], x[512];
+    vf squares = {};
+    for (int d = 0; d < h.dim; d += LANES) {
+        vf v = load_floats(src + d);
+        squares += v * v;
+        store(in + d, v);
+    }
     if (norm_weight) {
-        float total = 0;
-        for (int d = 0; d < h.dim; d++) total += tmp[d] * tmp[d];
-        float factor = 1.0f / __builtin_sqrtf(total / (float)h.dim + h.eps);
-        for (int d = 0; d < h.dim; d++) tmp[d] *= factor * norm_weight[d];
+        vf factor = splat(1.0f / __builtin_sqrtf(reduce_add(squares) / (float)h.dim + h.eps));
+        for (int d = 0; d < h.dim; d += LANES) store(in + d, load<vf>(in + d) * factor * load<vf>(norm_weight + d));
     }
     int half = h.rotary_dim / 2;
     for (int d = 0; d < half; d++) {
-        x[d] = tmp[d] * cos[d] - tmp[d + half] * sin[d];
-        x[d + half] = tmp[d + half] * cos[d] + tmp[d] * sin[d];
+        x[d] = in[d] * cos[d] - in[d + half] * sin[d];
+        x[d + half] = in[d + half] * cos[d] + in[d] * sin[d];
     }
-    for (int d = h.rotary_dim; d < h.dim; d++) x[d] = tmp[d];
+    for (int d = h.rotary_dim; d < h.dim; d++) x[d] = in[d];
+    for (int d = 0; d < h.dim; d += LANES) store_floats(out + d, load<vf>(x + d));
+}
+
+// A token's line of each of the key's 4-byte units: all of them are about to be written, and few are in the cache.
+template <class K>
+INLINE void fetch_key(const K *key, int64_t block_head, int offset, const Heads &h) {
+    constexpr int PACK = 4 / sizeof(K);
+    const K *base = key + block_head * h.dim * h.block_size + (int64_t)offset * PACK;
+    for (int d = 0; d < h.dim; d += PACK) __builtin_prefetch(base + (int64_t)d * h.block_size, 1);
 }
 
 template <class K>
-INLINE void write_key(const float *x, K *key, int64_t block_head, int offset, const Heads &h) {
+INLINE void write_key(const K *x, K *key, int64_t block_head, int offset, const Heads &h) {
     constexpr int PACK = 4 / sizeof(K);
     K *base = key + block_head * h.dim * h.block_size + (int64_t)offset * PACK;
-    for (int d = 0; d < h.dim; d += PACK)
-        for (int j = 0; j < PACK; j++) from_float(x[d + j], base + (int64_t)d * h.block_size + j);
+    for (int d = 0; d < h.dim; d += PACK) memcpy(base + (int64_t)d * h.block_size, x + d, 4);
 }
 
 template <class T, class K>
@@ -49,25 +61,22 @@ void rope(const Step &step, const T *qkv, T *q_out, K *key, K *value, const floa
           const float *k_norm, const Heads &h) {
     int64_t width = (int64_t)(h.num_heads + 2 * h.num_kv_heads) * h.dim;
     auto token = [&](int64_t t) {
-        float x[512], tmp[512];
+        int64_t slot = step.slot_mapping[t], block_head = slot / h.block_size * h.num_kv_heads;
+        int offset = (int)(slot % h.block_size);
+        for (int head = 0; slot >= 0 && head < h.num_kv_heads; head++) fetch_key(key, block_head + head, offset, h);
         const float *cos = cos_sin + step.positions[t] * h.rotary_dim, *sin = cos + h.rotary_dim / 2;
         const T *src = qkv + t * width;
-        for (int head = 0; head < h.num_heads; head++, src += h.dim) {
-            head_to_float(src, q_norm, cos, sin, h, x, tmp);
-            T *out = q_out + (t * h.num_heads + head) * h.dim;
-            for (int d = 0; d < h.dim; d++) from_float(x[d], out + d);
-        }
-        int64_t slot = step.slot_mapping[t];
-        if (slot < 0) return;
-        int64_t block = slot / h.block_size;
-        int offset = (int)(slot % h.block_size);
-        for (int head = 0; head < h.num_kv_heads; head++, src += h.dim) {
-            head_to_float(src, k_norm, cos, sin, h, x, tmp);
-            write_key(x, key, block * h.num_kv_heads + head, offset, h);
-            write_value(src + (int64_t)h.num_kv_heads * h.dim, value, block * h.num_kv_heads + head, offset, h);
+        T *out = q_out + t * h.num_heads * h.dim;
+        for (int head = 0; head < h.num_heads; head++, src += h.dim, out += h.dim)
+            prepare_head(src, q_norm, cos, sin, h, out);
+        K x[512];
+        for (int head = 0; slot >= 0 && head < h.num_kv_heads; head++, src += h.dim) {
+            prepare_head(src, k_norm, cos, sin, h, x);
+            write_key(x, key, block_head + head, offset, h);
+            write_value(src + (int64_t)h.num_kv_heads * h.dim, value, block_head + head, offset, h);
         }
     };
-    constexpr int64_t TOKENS = 16;
+    constexpr int64_t TOKENS = 4;  // a piece
     pool::parallel_for((step.num_tokens + TOKENS - 1) / TOKENS, step.threads, [&](int64_t piece) {
         for (int64_t t = piece * TOKENS; t < (piece + 1) * TOKENS && t < step.num_tokens; t++) token(t);
     });

@@ -70,7 +70,7 @@ def test_matches_the_oracle_on_a_poisoned_cache(native: NativeOps, batch: str, s
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_contexts_are_split_and_merged(native: NativeOps, dtype: torch.dtype) -> None:
-    """Guards the split path: several segments a request, some of them outside of the window."""
+    """Guards the split path: several chunks a request, some of them outside of the window."""
     case = build_case([(1, 1500), (2, 700), (1, 256), (1, 257)], num_heads=6, num_kv_heads=2, dtype=dtype)
     layer = fill_cache(native, case, poison=True)
     for window in (0, 300):
@@ -84,7 +84,7 @@ def test_bits_do_not_depend_on_company_chunking_threads_or_blocks(
     native: NativeOps, dtype: torch.dtype, window: int
 ) -> None:
     """Guards the fixed order of accumulation: a request's tokens must not change with who else is served."""
-    pairs = [(600, 600), (1, 900), (40, 300), (1, 7)]
+    pairs = [(600, 600), (1, 900), (40, 300), (1, 7), (1, 2200)]
     case = build_case(pairs, num_heads=9, num_kv_heads=3, dtype=dtype)
     layer = fill_cache(native, case)
     whole = attend(native, case, layer, window=window)
