@@ -15,6 +15,7 @@ from server.models.decoder import Decoder
 from server.protocol import GrammarSpec, TokenLogprobs
 from server.runner.decode_graphs import Capture, DecodeGraphs
 from server.runner.input_batch import StepInputs, build_inputs
+from server.sampling.fused import FusedSampler
 from server.sampling.logprobs import read_scores, score_tokens
 from server.sampling.row_state import Grammar, SamplingRow
 from server.sampling.sampler import Chosen, choose
@@ -83,6 +84,7 @@ class ModelRunner:
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
         self._rows: list[_Row | None] = [None] * max_num_seqs
+        self._sampler = None if model.ops.sampler is None else FusedSampler(model.ops.sampler, device)
         self._newest = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """The token that each row sampled last: the next step may run it before the host knows it."""
         model.prepare_positions(min(page_table.shape[1] * kv_cache.spec.block_size, model.spec.max_position))
@@ -133,7 +135,7 @@ class ModelRunner:
         """hidden: [S, C] of the last tokens of the items, whose rows handle.rows are."""
         states = [row.sampling for row in handle.rows if row.sampling is not None]
         positions = [item.end for item in items]
-        chosen = choose(self._model.logits(hidden), states, positions, fused=self._model.ops.sampler)
+        chosen = choose(self._model.logits(hidden), states, positions, fused=self._sampler)
         newest = chosen.token_ids.clamp(min=0)
         [rows] = upload([np.array([item.row for item in items], dtype=np.int64)], self._device)
         self._newest.index_copy_(0, rows, newest)

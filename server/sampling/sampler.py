@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels.ops import Sampler
 from server.protocol import TokenLogprobs
+from server.sampling.fused import FusedSampler
 from server.sampling.logprobs import read_scores, score_tokens, top_candidates
 from server.sampling.random import uniforms
 from server.sampling.row_state import SamplingRow
@@ -71,11 +71,11 @@ class Chosen:
 
 
 def choose(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int], *, fused: Sampler | None = None
+    logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int], *, fused: FusedSampler | None = None
 ) -> Chosen:
     """logits: float32[S, V], changed in place. positions: of the tokens to be chosen in their sequences. fused: the
-    backend's own sampler, which draws from the same distributions with other random numbers and never waits for the
-    device. Only a grammar needs to know the tokens before.
+    backend's own sampler, which draws from the same distributions, maybe with other random numbers, and never waits for
+    the device. Only a grammar needs to know the tokens before.
     """
     asking = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
     if asking:
@@ -85,7 +85,7 @@ def choose(
     if fused is None:
         token_ids = torch.tensor(_choose(logits, rows, positions, failed), device=logits.device)
     else:
-        token_ids = _choose_fused(fused, logits, rows, positions)
+        token_ids = fused(logits, rows, positions)
     scores: list[torch.Tensor] = []
     if asking:
         scores = score_tokens(raw, token_ids.clamp(min=0).index_select(0, index), max(asking.values()))
@@ -109,18 +109,6 @@ def _choose(
         for i, token_id in zip(drawing, drawn, strict=True):
             token_ids[i] = token_id
     return token_ids
-
-
-def _choose_fused(
-    fused: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]
-) -> torch.Tensor:
-    """All rows in one launch, i64[S]."""
-    params = [row.params for row in rows]
-    reals = np.array([(0.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32)
-    seeds = np.array([p.seed & (2**64 - 1) for p in params], dtype=np.uint64).view(np.int64)
-    arrays = [*reals.T.copy(), np.array([p.top_k for p in params], np.int32), seeds, np.array(positions, np.int64)]
-    temperature, top_p, min_p, top_k, seed, position = upload(arrays, logits.device)
-    return fused(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seed, positions=position)
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]:

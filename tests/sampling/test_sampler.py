@@ -15,7 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kernels.backend import resolve
 from server.protocol import SamplingParams
+from server.sampling.fused import FusedSampler
 from server.sampling.random import uniforms
 from server.sampling.row_state import Grammar, SamplingRow
 from server.sampling.sampler import Sampled, apply_bitmask, choose
@@ -35,9 +37,23 @@ def row(
     return SamplingRow(params, prompt, output, vocab_size=vocab_size, device=CPU, grammar=grammar)
 
 
+fused: FusedSampler | None = None
+"""The sampler under test; None is the one of server.sampling."""
+
+
+@pytest.fixture(params=["torch", "compiled"], autouse=True)
+def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with both: they have the same definitions and the same random numbers."""
+    if request.param == "compiled":
+        found = resolve("cpu", "cpu").sampler
+        if found is None:
+            pytest.skip("no compiler here: the torch sampler serves")
+        monkeypatch.setitem(globals(), "fused", FusedSampler(found, CPU))
+
+
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> Sampled:
     """Chosen and read."""
-    chosen = choose(logits, rows, positions)
+    chosen = choose(logits, rows, positions, fused=fused)
     return chosen.read(chosen.tensors)
 
 

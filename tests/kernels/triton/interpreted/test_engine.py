@@ -13,6 +13,7 @@ from server.engine.assemble import assemble
 from server.engine.core import EngineCore
 from server.errors import ConfigError
 from server.protocol import GenerateRequest, SamplingParams
+from server.sampling.fused import FusedSampler
 from server.sampling.row_state import SamplingRow
 from server.sampling.sampler import choose
 from tests.models.checkpoints import make_model, save
@@ -76,7 +77,7 @@ def test_a_row_without_a_choice_fails_alone() -> None:
     best = logits.argmax(-1).tolist()
     logits[1] = torch.nan
     rows = [SamplingRow(greedy(4), [1], [], vocab_size=100, device=torch.device("cpu")) for _ in range(3)]
-    chosen = choose(logits, rows, [1, 1, 1], fused=TritonOps("cpu").sampler)
+    chosen = choose(logits, rows, [1, 1, 1], fused=FusedSampler(TritonOps("cpu").sampler, torch.device("cpu")))
     sampled = chosen.read(chosen.tensors)
     assert (sampled.token_ids[0], sampled.token_ids[2]) == (best[0], best[2])
     assert list(sampled.failed) == [1]
