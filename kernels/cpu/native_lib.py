@@ -124,6 +124,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "pt_dense_linear": (None, [_LINEAR, _PTR, _PTR, _LONG, _INT]),
     "pt_decoder_scratch": (_LONG, [_DECODER, _LONG]),
     "pt_decoder_forward": (_INT, [_DECODER, _STEP, _PTR, _PTR, _LONG, _PTR, _PTR]),
+    "pt_sample": (_INT, [_PTR, *[_LONG] * 3, *[_PTR] * 7, _INT]),
     "pt_attention": (_INT, [_STEP, *[_PTR] * 4, *[_INT] * 5, _FLOAT, _FLOAT, _INT]),
 }
 

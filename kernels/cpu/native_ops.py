@@ -16,6 +16,7 @@ from kernels.cpu.linear import dense
 from kernels.cpu.native_decoder import fuse
 from kernels.cpu.native_lib import ACTIVATIONS, DTYPES, NativeLayerKV, Step, load, step_of
 from kernels.cpu.native_linear import KINDS, PackedLinear, QuantizedEmbedding, keeps
+from kernels.cpu.native_sampling import sample
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, Weight
@@ -34,6 +35,7 @@ class NativeOps(CpuOps):
         self.lib: Final = load() if lib is None else lib
         self.kinds: Final = frozenset(name for name, kind in KINDS.items() if self.lib.pt_quant_supported(kind))
         self.fuse_decoder = partial(fuse, self.lib)
+        self.sampler = partial(sample, self.lib)
         self._step: tuple[AttentionMetadata, Step] | None = None  # every layer of a step passes the same metadata
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
