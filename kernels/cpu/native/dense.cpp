@@ -1,13 +1,14 @@
 // Linear layers on dense weights, float32 or bf16 (products of bf16 are exact, sums are float32: vdpbf16ps).
 //
-// Weights are repacked once into tiles of 16 outputs, in 4-byte units (a float, or a pair of bf16 along k):
-// [unit of k][output].
+// Weights are repacked once into tiles of 16 outputs, in 4-byte units (a float, or a pair of bf16 along k). MAX_TILES tiles
+// are a panel [unit of k][tile][output], so a thread reads one stream; tiles that fill no panel lie by themselves.
 // Outputs fill the lanes and k runs in order, so a row's bits don't depend on the batch or on the number of threads.
 #include "linear.h"
 
 namespace {
 
 constexpr int MAX_ROWS = 6;
+constexpr int AHEAD = 4096 / 4;  // units to fetch ahead
 #if defined(__AVX512F__)
 constexpr int MAX_TILES = 4;
 #else
@@ -25,10 +26,13 @@ void tile_pass(const Linear &l, const uint32_t *x, void *out, int64_t row, int64
     const uint32_t *weights = (const uint32_t *)l.weights + tile * units * LANES, *in[ROWS];
     for (int r = 0; r < ROWS; r++) in[r] = x + (row + r) * units;
     vf acc[ROWS][TILES] = {};
-    for (int64_t k = 0; k < units; k++) {
+    for (int64_t k = 0; k < units; k++, weights += TILES * LANES) {
         vu w[TILES];
 #pragma GCC unroll 4
-        for (int t = 0; t < TILES; t++) w[t] = load<vu>(weights + (t * units + k) * LANES);
+        for (int t = 0; t < TILES; t++) {
+            __builtin_prefetch(weights + t * LANES + AHEAD);
+            w[t] = load<vu>(weights + t * LANES);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) {
             vu a = splat_u(in[r][k]);
@@ -77,10 +81,12 @@ void pt_dense_pack(const void *weights, void *packed, int64_t out_features, int6
     const uint32_t *from = (const uint32_t *)weights;
     uint32_t *to = (uint32_t *)packed;
     pool::parallel_for(tiles, threads, [&](int64_t t) {
+        int64_t first = t / MAX_TILES * MAX_TILES, width = MAX_TILES;
+        if (first + width > tiles) first = t, width = 1;
         for (int64_t k = 0; k < units; k++)
             for (int64_t o = 0; o < LANES; o++) {
-                int64_t row = t * LANES + o;
-                to[(t * units + k) * LANES + o] = row < out_features ? from[row * units + k] : 0;
+                int64_t row = t * LANES + o, at = first * units + k * width + t - first;
+                to[at * LANES + o] = row < out_features ? from[row * units + k] : 0;
             }
     });
 }
