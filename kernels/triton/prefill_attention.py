@@ -7,7 +7,8 @@ of one KV head's group packed into its rows, and walks the keys in three phases,
             |-- masked (window) --|---------- no mask ---------------|---- masked -------|
 
 A row's arithmetic depends on its position and the tile width only (tiles start at multiples of TILE, and a fully masked
-tile adds exact zeros), so a prompt gives the same bits in one piece or in chunks.
+tile adds exact zeros): a prompt gives the same numbers in one piece or in chunks, but for the multiply-adds that the
+compiler fuses in one phase and not in another. invariant_attention has none.
 """
 
 import torch

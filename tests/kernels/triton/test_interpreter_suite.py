@@ -13,8 +13,8 @@ import triton
 SUITE = Path(__file__).parent / "interpreted"
 LEAST_CASES = 400
 LIMIT_S = 1100
-"""For a busy machine: on two idle cores it takes a minute."""
-FIRST_HALF = ("test_attention.py", "test_mutations.py")
+"""For a busy machine: on two idle cores it takes a minute and a half."""
+FIRST_HALF = ("test_attention.py", "test_engine.py", "test_mutations.py")
 """Takes about as long as the rest: one process each."""
 
 

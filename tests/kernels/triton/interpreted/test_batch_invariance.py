@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,18 @@ from kernels.ops import Linear, QkvLayout
 from kernels.reference import ReferenceOps
 from kernels.triton.ops import TritonOps
 from kernels.triton.sampling import sample
+from server.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from server.engine.assemble import assemble
 from server.models.registry import read_spec
+from server.protocol import GenerateRequest
 from server.weights.load import load_model
 from server.weights.locate import locate
 from tests.kernels.cases import PagedCase, Pair, build_case, fill_cache, metadata, rotation
+from tests.kernels.triton.interpreted.audit import audited
+from tests.kernels.triton.interpreted.test_engine import run
 from tests.kernels.triton.interpreted.test_quantized_matmul import quantized
 from tests.models.checkpoints import make_model, save
+from tests.runner.driver import greedy
 
 OPS = TritonOps("cpu", batch_invariant=True)
 ORDINARY = TritonOps("cpu")
@@ -33,7 +40,7 @@ def dots_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """BLAS adds in an order that depends on where in the tile a row lies; matrix units don't."""
 
     def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        product: np.ndarray = np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype))
+        product: np.ndarray = np.einsum("ik,jk->ij", a.astype(dtype), np.ascontiguousarray(b.T, dtype))
         return product
 
     monkeypatch.setattr(np, "matmul", matmul)
@@ -88,7 +95,7 @@ def test_logits_keep_their_float32_sums() -> None:
     assert not torch.equal(got, got.half().float())
 
 
-HEADS = {"num_heads": 3, "num_kv_heads": 1, "head_dim": 40}
+HEADS: dict[str, Any] = {"num_heads": 3, "num_kv_heads": 1, "head_dim": 40}
 
 COMPANIES: dict[str, list[Pair]] = {
     "one": [(1, 90)],
@@ -129,12 +136,12 @@ def test_attention_beside_others(company: str, window: int) -> None:
     assert torch.equal(behind[: len(want)], want)
 
 
-LENGTH = 200
-"""More than three of the interpreter's splits."""
+LENGTH = 140
+"""More than two of the interpreter's splits."""
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (9, 0.0), (100, 0.0), (0, 5.0)])
-@pytest.mark.parametrize("cuts", [(64,), (1, 2, 63, 130), (13, 65, 66, 67, 199), tuple(range(186, 200))], ids=len)
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (9, 0.0), (100, 5.0)])
+@pytest.mark.parametrize("cuts", [(64,), (1, 2, 63, 130), (13, 65, 66, 67, 139), tuple(range(125, 140))], ids=len)
 def test_any_cut_of_a_sequence(cuts: tuple[int, ...], window: int, soft_cap: float) -> None:
     """Chunks, single tokens and decode: a softmax that starts where the chunk starts, splits merged in another order
     in scratch than in registers."""
@@ -229,3 +236,20 @@ def test_a_model_s_logits(case: str, tmp_path: Path) -> None:
     )
     assert torch.equal(*invariant)
     assert not torch.equal(*ordinary)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_setting_reaches_the_kernels(batch_invariant: bool, tmp_path: Path) -> None:
+    """A flag that is accepted and stops at the configuration."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(save(make_model("llama"), tmp_path)), dtype="float32", max_model_len=48),
+        cache=CacheConfig(block_size=8, num_blocks=7),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16),
+        device=DeviceConfig(device="cpu", backend="triton", batch_invariant=batch_invariant),
+    )
+    core, _ = assemble(config, lambda phase, share: None)
+    core.add(GenerateRequest("r0", [3, 5, 7], greedy(2), 0.0))
+    with audited() as launches:
+        run(core)
+    own = {"invariant_kernel", "matmul_kernel"}
+    assert own & {launch.kernel for launch in launches} == (own if batch_invariant else set())
