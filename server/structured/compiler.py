@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from server.errors import InvalidRequest, UnsupportedFeature
 from server.protocol import GrammarSpec
 from server.structured.ending import Budget, EndingTokens
-from server.structured.grammar import MAX_LEXER_STATES, CompiledGrammar
+from server.structured.grammar import MAX_LEXER_STATES, CompiledGrammar, reason_of
 from server.structured.grammar_text import grammar_text
 from server.structured.state import GrammarState
 from server.tokenizer import Tokenizer
@@ -160,8 +160,8 @@ def _most_bytes(compiled: Future[CompiledGrammar]) -> int:
 def _raise_for(spec: GrammarSpec, matcher: LLMatcher) -> None:
     if not matcher.is_error():
         return
-    reason = matcher.get_error().replace("<non-verbose/>", "").strip()
-    if reason.startswith("NoExtension"):
+    reason = reason_of(matcher)
+    if not reason:
         raise InvalidRequest(f"no output satisfies the {spec.kind}")
     raise InvalidRequest(f"the {spec.kind} can't be used: {reason[:_MAX_MESSAGE_CHARS]}")
 

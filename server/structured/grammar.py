@@ -14,6 +14,12 @@ _BYTES_A_TOKEN = 100_000
 """What a token of an output adds at most, as measured with grammars made to that end. Most outputs add a hundredth."""
 
 
+def reason_of(matcher: LLMatcher) -> str:
+    """Why it has failed; "" where no output can go on from where it is."""
+    reason = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return "" if reason.startswith("NoExtension") else reason
+
+
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
     """Written by: the GrammarStates that follow it."""

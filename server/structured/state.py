@@ -7,7 +7,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from server.structured.ending import Budget
-from server.structured.grammar import CompiledGrammar
+from server.structured.grammar import CompiledGrammar, reason_of
 
 
 class GrammarState:
@@ -63,4 +63,4 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error())
+            raise RuntimeError(reason_of(self._matcher) or "nothing that may follow satisfies the grammar")
