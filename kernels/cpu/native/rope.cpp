@@ -76,9 +76,10 @@ void rope(const Step &step, const T *qkv, T *q_out, K *key, K *value, const floa
             write_value(src + (int64_t)h.num_kv_heads * h.dim, value, block_head + head, offset, h);
         }
     };
-    constexpr int64_t TOKENS = 4;  // a piece
-    pool::parallel_for((step.num_tokens + TOKENS - 1) / TOKENS, step.threads, [&](int64_t piece) {
-        for (int64_t t = piece * TOKENS; t < (piece + 1) * TOKENS && t < step.num_tokens; t++) token(t);
+    // Neighbors in a prompt write to the same lines: few pieces there.
+    int64_t tokens = step.num_tokens == step.num_requests ? 4 : 16, pieces = (step.num_tokens + tokens - 1) / tokens;
+    pool::parallel_for(pieces, step.threads, [&](int64_t piece) {
+        for (int64_t t = piece * tokens; t < (piece + 1) * tokens && t < step.num_tokens; t++) token(t);
     });
 }
 
