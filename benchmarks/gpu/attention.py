@@ -1,5 +1,6 @@
-"""K1 to K7: decode and prefill attention."""
+"""K1 to K7: decode and prefill attention; and what the batch-invariant form of it costs."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from benchmarks.gpu.batches import Problem
 from benchmarks.gpu.bench import Bench
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.launch import decode_config
+from kernels.triton.ops import TritonOps
 
 
 def run(bench: Bench) -> None:
@@ -19,6 +21,7 @@ def run(bench: Bench) -> None:
     _pages(bench)
     _few_queries(bench)
     _prefill(bench)
+    _batch_invariant(bench)
 
 
 def _share_of_read(bench: Bench, target: str, batch: str, least: float) -> None:
@@ -91,3 +94,11 @@ def _prefill(bench: Bench) -> None:
     for batch in ("1q2k_32q1s1k", "4q512s4k", "16q128s1k", "1q2k"):
         problem = bench.problem(batch)
         bench.note("", f"{batch}", problem.flops / bench.attention_ms(problem) / 1e9, "TFLOP/s")
+
+
+def _batch_invariant(bench: Bench) -> None:
+    other = replace(bench, ops=TritonOps(bench.device, batch_invariant=True))
+    for batch in ("1q1s1k", "1q1s32k", "64q1s2k", "1q8k", "1q2k_32q1s1k"):
+        problem = bench.problem(batch)
+        ratio = other.attention_ms(problem) / bench.attention_ms(problem)
+        bench.note("", f"{batch}, batch-invariant / ordinary", ratio, "x")
