@@ -27,7 +27,6 @@ class _LingeringTransport:
         self._still_sends = still_sends
         self._timer: asyncio.TimerHandle | None = None
         self._bytes_left = _LINGER_BYTES
-        self.write = transport.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -38,6 +37,10 @@ class _LingeringTransport:
 
     def is_closing(self) -> bool:
         return self.lingers or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if not self.lingers:
+            self._transport.write(data)
 
     def close(self) -> None:
         if self.is_closing():
@@ -139,10 +142,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_body = False
+        self._stop_read_timer()
+        super().on_message_complete()
+
+    def _stop_read_timer(self) -> None:
         if self._read_timer is not None:
             self._read_timer.cancel()
             self._read_timer = None
-        super().on_message_complete()
 
     def _await_request(self) -> None:
         self._read_timer = self.loop.call_later(self.read_timeout_s, self._on_slow_request)
@@ -164,6 +170,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(431, f"The request's headers are longer than {self.max_header_bytes} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete and not self._in_body:
+            # Answers keep their order: the requests before get theirs, and the connection ends behind the last one.
+            self.cycle.keep_alive = False
+            self._stop_read_timer()
+            return
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = msgspec.json.encode({"error": error})
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)

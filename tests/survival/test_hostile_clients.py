@@ -155,6 +155,18 @@ def test_bytes_that_are_not_http_get_an_error_body(server: Server) -> None:
     assert json.loads(body)["error"]["message"]
 
 
+@pytest.mark.parametrize("garbage", [b"GARBAGE\r\n\r\n", b"GET /livez?" + b"a" * 20_000])
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_what_is_wrong_waits_for_the_answers_before_it(server: Server, garbage: bytes, num_requests: int) -> None:
+    """Regression: bytes that are no request were answered first, and the request before them never."""
+    message = request_bytes(server, prompt="hello", max_tokens=50, stream=True, ignore_eos=True)
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(message * num_requests + garbage)
+        answer = read_to_end(sock)
+    assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"HTTP/1.1 ") == answer.count(b"[DONE]") == num_requests
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_a_thousand_connections_opened_and_dropped(server: Server) -> None:
     """Regression: file descriptors that are not given back, or an accept loop that stops at its limit."""
     process = psutil.Process(server.process.pid)
