@@ -12,6 +12,7 @@ import torch
 
 from kernels.cpu.linear import dense
 from kernels.cpu.native_lib import DTYPES, Linear
+from kernels.cpu.weight_memory import WeightMemory
 from kernels.ops import QuantizedWeight, Weight
 
 KINDS: Final = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}
@@ -39,11 +40,13 @@ class PackedLinear:
         weights: Sequence[Weight],
         bias: torch.Tensor | None,
         *,
+        memory: WeightMemory,
         dtype: torch.dtype,
         out_dtype: torch.dtype,
     ) -> None:
         """dtype, out_dtype: of input and result, float32 or bfloat16. Each weight is dense, or `keeps` takes it."""
         self._lib = lib
+        self._memory = memory
         self.dtype: Final = dtype
         self.out_dtype: Final = out_dtype
         self._bias = None if bias is None else bias.float().contiguous()
@@ -86,13 +89,13 @@ class PackedLinear:
             source = (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
             rows, columns = source.shape
             dtype = DTYPES[self.dtype]
-            data = torch.empty(self._lib.pt_dense_bytes(rows, columns, dtype), dtype=torch.uint8)
+            data = self._memory.take(self._lib.pt_dense_bytes(rows, columns, dtype))
             self._lib.pt_dense_pack(source.data_ptr(), data.data_ptr(), rows, columns, dtype, threads)
         else:
             kept = [weight for weight in weights if keeps(weight)]
             source = torch.cat([weight.blocks.reshape(weight.out_features, -1) for weight in kept])
             rows, columns = source.shape[0], kept[0].in_features
-            data = torch.empty(self._lib.pt_quant_bytes(kind, rows, columns), dtype=torch.uint8)
+            data = self._memory.take(self._lib.pt_quant_bytes(kind, rows, columns))
             self._lib.pt_quant_pack(kind, source.data_ptr(), data.data_ptr(), rows, columns, threads)
         self._data.append(data)
         return Linear(weights=data.data_ptr(), out_features=rows, in_features=columns, kind=kind)

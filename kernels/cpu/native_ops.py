@@ -17,6 +17,7 @@ from kernels.cpu.native_decoder import fuse
 from kernels.cpu.native_lib import ACTIVATIONS, DTYPES, NativeLayerKV, Step, load, step_of
 from kernels.cpu.native_linear import KINDS, PackedLinear, QuantizedEmbedding, keeps
 from kernels.cpu.native_sampling import sample
+from kernels.cpu.weight_memory import WeightMemory
 from kernels.layout import KVCache, KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, Weight
@@ -36,6 +37,7 @@ class NativeOps(CpuOps):
         self.kinds: Final = frozenset(name for name, kind in KINDS.items() if self.lib.pt_quant_supported(kind))
         self.fuse_decoder = partial(fuse, self.lib)
         self.sampler = partial(sample, self.lib)
+        self._memory = WeightMemory()
         self._step: tuple[AttentionMetadata, Step] | None = None  # every layer of a step passes the same metadata
 
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
@@ -68,7 +70,7 @@ class NativeOps(CpuOps):
         if dtype not in DTYPES or out_dtype not in (None, *DTYPES) or _in_features(weights[0]) % 2:
             return super().pack_linear(weights, bias, dtype=dtype, out_dtype=out_dtype)
         weights = [weight if self._multiplies(weight, dtype) else dense(weight, dtype) for weight in weights]
-        return PackedLinear(self.lib, weights, bias, dtype=dtype, out_dtype=out_dtype or dtype)
+        return PackedLinear(self.lib, weights, bias, memory=self._memory, dtype=dtype, out_dtype=out_dtype or dtype)
 
     def pack_embedding(self, weight: Weight, *, dtype: torch.dtype) -> Linear:
         """A quantised table stays so, in every dtype."""

@@ -37,7 +37,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """What the activations are worth, float64[T, in]: a group of 32: 15 bits for the quad with the largest, else 8."""
-    quads = x.float().unflatten(-1, (-1, 8, 4))
+    quads = x.float().view(len(x), -1, 8, 4)
     tops = quads.abs().amax(-1)  # [T, groups, 8]
     wide = torch.nn.functional.one_hot(tops.argmax(-1), 8).bool()
     rest = tops.masked_fill(wide, 0.0).amax(-1, keepdim=True)
