@@ -8,7 +8,7 @@ from server.api.anthropic_input import CountTokensBody, MessagesBody, as_chat_bo
 from server.api.anthropic_output import MessageBuilder
 from server.api.chat import make_chat_job
 from server.api.chat_prompt import chat_template_of, read_chat_prompt
-from server.api.errors import json_response
+from server.api.errors import fields_named, json_response
 from server.api.routing import add_post
 from server.api.schemas import ChatBody, parse
 from server.api.service import Service
@@ -16,6 +16,13 @@ from server.api.tools import read_tools
 from server.errors import UnsupportedFeature
 
 PATH = "/v1/messages"
+_NAMES = {
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+}
+"""Fields of the chat request -> where they came from."""
 
 
 def anthropic_router(service: Service) -> APIRouter:
@@ -23,7 +30,8 @@ def anthropic_router(service: Service) -> APIRouter:
 
     async def create(request: Request, raw: bytes) -> Response:
         body = parse(MessagesBody, raw)
-        job = await make_chat_job(request, _as_chat_body(body, service), service)
+        with fields_named(_NAMES):
+            job = await make_chat_job(request, _as_chat_body(body, service), service)
         hides_thinking = (body.thinking or {}).get("display") == "omitted"
         builder = MessageBuilder(model=body.model or service.model.name, hides_thinking=hides_thinking)
         return await respond(request, TypedAnswer(service.generate(job), builder), service, stream=body.stream)

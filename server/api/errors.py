@@ -1,6 +1,9 @@
 """Exceptions -> the error body. Every answer that is not 2xx has one."""
 
 import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -15,6 +18,24 @@ JSON_MEDIA_TYPE = "application/json"
 
 class ClientGone(Exception):
     """The client hung up: nobody is left to answer."""
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """In errors from here, fields of a chat request have the names that the client's own API gives them.
+
+    names: chat's name -> the client's; where one is the beginning of another, the longer one comes first.
+    """
+    try:
+        yield
+    except ClientFault as error:
+        for ours, theirs in names.items():
+            if error.param is not None and re.match(rf"{re.escape(ours)}(?![\w])", error.param):
+                error.param = theirs + error.param.removeprefix(ours)
+                if error.message.startswith(ours):
+                    error.message = theirs + error.message.removeprefix(ours)
+                break
+        raise
 
 
 def error_object(error: ClientFault | EngineFault) -> dict[str, Any]:

@@ -152,9 +152,9 @@ async def test_an_output_format_holds_a_schema(server: Server, field: str) -> No
     ("output_config", "param"),
     [
         ({"format": {"type": "xml"}}, "output_config.format.type"),
-        ({"format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-        ({"effort": "high"}, "reasoning_effort"),
-        ({"effort": 3}, "reasoning_effort"),
+        ({"format": {"type": "json_schema"}}, "output_config.format.schema"),
+        ({"effort": "high"}, "output_config.effort"),
+        ({"effort": 3}, "output_config.effort"),
         ({"verbosity": "low"}, "output_config.verbosity"),
     ],
 )
