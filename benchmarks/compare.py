@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from server.bench.arguments import Parser
+
 MUST_MATCH = ("cpu", "cores", "python")
 CEILING_DRIFT = 0.1
 
@@ -36,7 +38,7 @@ def warnings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     if before["config"] != after["config"]:
         keys = {k for k in before["config"] | after["config"] if before["config"].get(k) != after["config"].get(k)}
         found.append(f"configurations differ in {', '.join(sorted(keys))}")
-    ceilings = dict(figures(before["ceilings"] or {})), dict(figures(after["ceilings"] or {}))
+    ceilings = dict(figures(before.get("ceilings") or {})), dict(figures(after.get("ceilings") or {}))
     for name in sorted(ceilings[0].keys() & ceilings[1].keys()):
         ratio = ceilings[1][name] / ceilings[0][name] if ceilings[0][name] else 1.0
         if abs(ratio - 1) > CEILING_DRIFT:
@@ -44,14 +46,25 @@ def warnings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return found
 
 
+def result(text: str) -> dict[str, Any]:
+    """A benchmark's JSON file."""
+    try:
+        content = json.loads(Path(text).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} can't be read as JSON: {error}") from None
+    if not isinstance(content, dict) or not {"title", "environment", "config", "metrics"} <= content.keys():
+        raise argparse.ArgumentTypeError(f"{text!r} is no benchmark's result; write one with --json")
+    return content
+
+
 def main(argv: list[str] | None = None) -> int:
     """0; 2 where the files are no results of one benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=result)
+    parser.add_argument("after", type=result)
     parser.add_argument("--only", default="", metavar="TEXT", help="figures whose path contains this")
     args = parser.parse_args(argv)
-    before, after = (json.loads(path.read_text()) for path in (args.before, args.after))
+    before, after = args.before, args.after
     console = Console(width=None if sys.stdout.isatty() else 160)
     if before["title"] != after["title"]:
         console.print(f"These are results of different benchmarks: {before['title']!r} and {after['title']!r}")

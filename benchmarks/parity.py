@@ -5,7 +5,6 @@ engine at once (paged, chunked, in company); each of the answer's positions is t
 distribution behind the same tokens. Equal argmax at every position is the same as equal greedy answers.
 """
 
-import argparse
 import json
 import time
 
@@ -15,6 +14,7 @@ from rich.progress import track
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from server.bench.arguments import Parser, output_file
 from server.config import CacheConfig, EngineConfig, ModelConfig
 from server.engine.assemble import assemble
 from server.models.registry import read_spec
@@ -104,9 +104,9 @@ def compare(model: LlamaForCausalLM, prompt: list[int], answer: list[TokenLogpro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="float32", help="of our engine; auto is what serve uses [%(default)s]")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there, too")
     arguments = parser.parse_args()
     tokenized = prompts(load_tokenizer(locate("")))
     ours = answers(arguments.dtype, tokenized)

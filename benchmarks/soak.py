@@ -27,6 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 from victim import MODEL, Answer, Victim, call, request_body, victim
 
+from server.bench.arguments import Parser, output_file, real, whole
 from server.bench.report import environment
 
 console = Console()
@@ -403,20 +404,20 @@ async def soak(minutes: float, dtype: str, json_path: str | None) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("minutes", type=float, nargs="?", help="of everything at once")
-    parser.add_argument("--minutes", type=float, dest="also_minutes", help="the same")
-    parser.add_argument("--kills", type=int, metavar="N")
-    parser.add_argument("--requests", type=int, default=200, metavar="N", help="for --kills [%(default)s]")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("minutes", type=real(0.1), nargs="?", help="of everything at once")
+    parser.add_argument("--minutes", type=real(0.1), dest="also_minutes", help="the same")
+    parser.add_argument("--kills", type=whole(1), metavar="N")
+    parser.add_argument("--requests", type=whole(1), default=200, metavar="N", help="for --kills [%(default)s]")
     parser.add_argument("--poison", action="store_true")
-    parser.add_argument("--disconnects", type=int, metavar="N")
+    parser.add_argument("--disconnects", type=whole(1), metavar="N")
     parser.add_argument("--overload", action="store_true")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for --overload [%(default)s]")
-    parser.add_argument("--corrupt", type=int, metavar="N")
+    parser.add_argument("--seconds", type=real(1), default=60.0, help="for --overload [%(default)s]")
+    parser.add_argument("--corrupt", type=whole(1), metavar="N")
     parser.add_argument(
         "--dtype", default="float32", help="of the soak and --kills; with another, answers may depend on their company"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the verdicts there, too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the verdicts there, too")
     chosen = parser.parse_args()
     if chosen.corrupt:
         from corrupt import run

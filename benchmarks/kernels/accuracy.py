@@ -12,7 +12,6 @@ import math
 import pydoc_data.topics
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -22,6 +21,7 @@ from rich.table import Table
 from kernels.backend import resolve
 from kernels.layout import KVCacheSpec
 from kernels.metadata import AttentionMetadata
+from server.bench.arguments import Parser, output_file, whole
 from server.models.decoder import Decoder
 from server.models.registry import read_spec
 from server.tokenizer import load_tokenizer
@@ -113,10 +113,10 @@ def score(decoders: list[Decoder], windows: torch.Tensor) -> list[Score]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=whole(WINDOW), default=8192)
     parser.add_argument("--model", default="", help="default: the embedded model")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     args = parser.parse_args()
     text = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     ids = load_tokenizer(locate(args.model)).encode(text[: args.tokens * 8])

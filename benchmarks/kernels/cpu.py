@@ -1,4 +1,4 @@
-"""The compiled CPU kernels beside the torch-only ones, as shares of this machine's ceilings: targets C1 to C5.
+"""The compiled CPU kernels beside the torch-only ones, as shares of this machine's ceilings.
 
 python benchmarks/kernels/cpu.py [--quick] [--json FILE]
 
@@ -10,7 +10,6 @@ reason. Medians; what waits for memory is compared with the read rate, what comp
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gguf
@@ -24,6 +23,7 @@ from kernels.cpu.native_ops import NativeOps
 from kernels.layout import KVCacheSpec, LayerKV
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Linear, QkvLayout, QuantizedWeight, Weight
+from server.bench.arguments import Parser, output_file
 from server.bench.ceilings import Ceilings, measure, median_seconds
 from server.bench.report import Report, environment
 
@@ -216,9 +216,9 @@ def step(requests: int, query_len: int, context: int) -> AttentionMetadata:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer repeats")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     args = parser.parse_args()
     ceilings = measure()
     bench = Bench(ceilings, 3 if args.quick else 9)

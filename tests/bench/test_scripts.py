@@ -49,6 +49,18 @@ def test_compare_refuses_another_benchmark(tmp_path, capsys):
     assert compared(tmp_path, capsys, title="U")[0] == 2
 
 
+@pytest.mark.parametrize("content", [None, "", "[]", '{"title": "T"}'])
+def test_compare_reads_results_only(tmp_path, capsys, content):
+    """A traceback for a file that isn't there or is no result."""
+    file = tmp_path / "a.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        compare.main([str(file), str(file)])
+    assert ended.value.code == 2
+    assert "a.json" in capsys.readouterr().err
+
+
 def test_the_stub_engine_steps():
     """The host benchmark measures an engine that has run out of work, or one that no longer starts."""
     engine = host.engine_of(3, prompt_len=40)
