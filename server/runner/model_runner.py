@@ -12,7 +12,7 @@ import torch
 from kernels.layout import KVCache
 from kernels.metadata import AttentionMetadata
 from server.models.decoder import Decoder
-from server.protocol import GrammarSpec, TokenLogprobs
+from server.protocol import GrammarSpec, SamplingParams, TokenLogprobs
 from server.runner.decode_graphs import Capture, DecodeGraphs
 from server.runner.input_batch import StepInputs, build_inputs
 from server.sampling.fused import FusedSampler
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _LOGPROBS_CHUNK = 256
 """Prompt positions whose logits exist at one time."""
+_COMPILED_SIZES = [2**n for n in range(6, 13)]
+"""Kernels are compiled for powers of two of requests; up to 32 share one."""
 
 
 @dataclass(slots=True)
@@ -191,8 +193,10 @@ class ModelRunner:
         width = self._page_table.shape[1]
         longest = max(1, min(num_tokens, width * self._cache.spec.block_size))
         batches = [[longest], [1]]
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             batches += [[min(n, longest)] for n in (2, 4, 8)] + [[1, longest]]
+            sizes = {min(size, len(self._rows)) for size in _COMPILED_SIZES}
+            batches += [[1] * size for size in sizes] + [[1] * (size - 1) + [longest] for size in sizes]
         for query_lens in batches:
             total = sum(query_lens)
             starts = torch.tensor([0, *query_lens]).cumsum(0)
@@ -209,7 +213,11 @@ class ModelRunner:
             )
             token_ids = torch.zeros(total, dtype=torch.int64, device=self._device)
             hidden = self._model.forward(token_ids, meta, self._cache)
-            self._model.logits(hidden[-1:])
+            logits = self._model.logits(hidden[-1:])
+        if self._sampler is not None:
+            nobody = SamplingParams(max_tokens=1, seed=0)
+            row = SamplingRow(nobody, [0], [], vocab_size=self._model.spec.vocab_size, device=self._device)
+            self._sampler(logits, [row], [1])
         if self._capture is not None:
             self._graphs = DecodeGraphs(
                 self._model,

@@ -1,5 +1,6 @@
 """What the model runner does between two tokens of a GPU: a whole launch on tensors that know only their shapes."""
 
+import random
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from tests.kernels.triton.recording import recording
 from tests.kernels.triton.test_launches import WAITS, decoder
 
 META = torch.device("meta")
-ROWS = 8
 SETTINGS: list[dict[str, object]] = [
     {"temperature": 0.0},
     {"top_p": 0.9, "logprobs": 3},
@@ -40,12 +40,12 @@ class NeverWaits(TorchDispatchMode):
         return result
 
 
-def runner() -> ModelRunner:
-    model = decoder(2)
+def runner(num_rows: int = 8, *, batch_invariant: bool = False) -> ModelRunner:
+    model = decoder(2, batch_invariant=batch_invariant)
     spec = kv_cache_spec(model.spec, block_size=16, dtype=torch.bfloat16)
     cache = model.ops.allocate_kv_cache(spec, num_blocks=100, device=META)
-    table = np.ones((ROWS, 16), np.int32)
-    return ModelRunner(model=model, kv_cache=cache, page_table=table, max_num_seqs=ROWS, device=META)
+    table = np.ones((num_rows, 16), np.int32)
+    return ModelRunner(model=model, kv_cache=cache, page_table=table, max_num_seqs=num_rows, device=META)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings))
@@ -72,3 +72,27 @@ def test_a_launch_never_waits_for_the_device(settings: dict[str, object]) -> Non
             handle = subject.launch(batch)
         assert not handle.failed
         assert [launch.name for launch in launches].count("sample_kernel") == 1
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_no_step_compiles_what_warm_up_did_not(batch_invariant: bool) -> None:
+    """A kernel compiled while somebody waits for a token: the sampler's, or a larger batch's."""
+    num_rows, prompt = 150, list(range(200))
+    subject = runner(num_rows, batch_invariant=batch_invariant)
+    with recording() as launches:
+        subject.warm_up(64)
+    known = {launch.key() for launch in launches}
+    params = SamplingParams(max_tokens=20, seed=1)
+    admitted = [AdmittedRow(f"r{i}", i, params, prompt, []) for i in range(num_rows)]
+    generator = random.Random(0)
+    for step_id in range(40):
+        rows = generator.sample(range(num_rows), generator.choice([1, 2, 30, 33, 64, 65, 128, 150]))
+        chunks = generator.choice([0, 0, 1, 3])  # requests that don't decode
+        items = [ScheduledItem(f"r{row}", row, 200, [AWAITED], True) for row in rows[chunks:]]
+        items += [ScheduledItem(f"r{row}", row, 0, prompt[: generator.randint(2, 200)], True) for row in rows[:chunks]]
+        with recording() as launches:
+            handle = subject.launch(ScheduledBatch(step_id, items, admitted, []))
+        assert not handle.failed
+        admitted = []
+        new = {launch.name for launch in launches if launch.key() not in known}
+        assert not new, f"{len(items)} requests, {chunks} of them chunks: compiles {new}"
