@@ -37,10 +37,12 @@ def anthropic_router(service: Service) -> APIRouter:
         return await respond(request, TypedAnswer(service.generate(job), builder), service, stream=body.stream)
 
     async def count_tokens(_request: Request, raw: bytes) -> Response:
-        body = _as_chat_body(parse(CountTokensBody, raw), service)
-        service.check_model(body.model)
-        tools = read_tools(body.tools, body.tool_choice, None).tools
-        prompt = await read_chat_prompt(body, service, tools=tools, may_think=body.response_format is None)
+        parsed = parse(CountTokensBody, raw)
+        with fields_named(_NAMES):
+            body = _as_chat_body(parsed, service)
+            service.check_model(body.model)
+            tools = read_tools(body.tools, body.tool_choice, None).tools
+            prompt = await read_chat_prompt(body, service, tools=tools, may_think=body.response_format is None)
         return json_response({"input_tokens": len(prompt.token_ids)})
 
     add_post(router, PATH, create, service=service, body_type=MessagesBody)
