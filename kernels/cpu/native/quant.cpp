@@ -17,6 +17,8 @@ INLINE int code_at(int kind, const uint8_t *codes, int k) {
 void pack_block(int kind, const uint8_t *const *rows, uint8_t *to, uint8_t *scales, uint8_t *minima) {
     Format f = format_of(kind);
     memset(to, 0, f.code_bytes);
+    memset(scales, 0, 32);
+    if (f.has_min) memset(minima, 0, 32);
     for (int o = 0; o < LANES; o++) {
         if (!rows[o]) continue;
         const uint8_t *codes = rows[o] + f.codes_at;
@@ -75,10 +77,9 @@ void pt_quant_pack(int kind, const uint8_t *blocks, uint8_t *packed, int64_t out
                 int64_t row = t * LANES + o;
                 rows[o] = row < out_features ? blocks + (row * groups + g) * f.file_bytes : nullptr;
             }
-            uint8_t *to = packed + (first * groups + g * width) * f.block_bytes, *scales = to + width * f.code_bytes;
-            memset(scales + (t - first) * 32, 0, 32);
-            if (f.has_min) memset(scales + (width + t - first) * 32, 0, 32);
-            pack_block(kind, rows, to + (t - first) * f.code_bytes, scales + (t - first) * 32, scales + (width + t - first) * 32);
+            uint8_t *block = packed + (first * groups + g * width) * f.block_bytes;
+            uint8_t *scales = block + width * f.code_bytes + (t - first) * 32, *minima = scales + width * 32;
+            pack_block(kind, rows, block + (t - first) * f.code_bytes, scales, minima);
         }
     });
 }

@@ -3,6 +3,7 @@
 // A group's step is set by its largest value, and in a group of 32 that one is often alone: an outlier channel. So the quad
 // (four neighbours) that holds it gets 15 bits, low + 128 * high, and the rest 8 bits by the largest of the rest: one more
 // multiplication for eight, and about a tenth of the error of 8 bits throughout (docs/adr/0010-*.md).
+#include <cmath>
 #include <cstdlib>
 
 #include "quant.h"
@@ -13,9 +14,13 @@ namespace {
 
 constexpr float LARGEST = 127, LARGEST_PAIR = 127 * 128;
 constexpr float NEGLIGIBLE = 1e-30f;  // a group below counts as zeros: its step would have no inverse
-constexpr int32_t INFINITE = 0x7f800000;
 
-INLINE __m512i magnitudes(vf x) { return _mm512_and_si512((__m512i)x, _mm512_set1_epi32(0x7fffffff)); }
+// The largest of eight 64-bit lanes' low 16 bits, in bits 0 to 15, and its lane in bits 16 to 18.
+INLINE uint32_t largest(__m512i lanes) {
+    __m128i inverted = _mm_xor_si128(_mm512_cvtepi64_epi16(lanes), _mm_set1_epi32(-1));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_minpos_epu16(inverted)) ^ 0xffff;
+}
+INLINE float magnitude(uint32_t largest) { return bits<float>(largest << 16); }
 
 // n of the group's halves; `wide` marks the lanes of the quad with high parts.
 INLINE void write_half(__m512i n, __mmask16 wide, int8_t *low, int8_t *high) {
@@ -26,20 +31,19 @@ INLINE void write_half(__m512i n, __mmask16 wide, int8_t *low, int8_t *high) {
 }
 
 INLINE void quantize_group(const bf16 *x, InputGroup *to) {
-    vf a = load_floats(x), b = load_floats(x + LANES);
-    __m512i ma = magnitudes(a), mb = magnitudes(b);  // as integers: NaN is the largest of all
-    int32_t top = _mm512_reduce_max_epi32(_mm512_max_epi32(ma, mb));
-    __m512i tops = _mm512_set1_epi32(top);
-    uint32_t where = _mm512_cmpeq_epi32_mask(ma, tops) | (uint32_t)_mm512_cmpeq_epi32_mask(mb, tops) << LANES;
-    int quad = __builtin_ctz(where) / 4;
+    __m512i quads = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));  // as integers: NaN is the largest
+    quads = _mm512_max_epu16(quads, _mm512_ror_epi64(quads, 32));
+    quads = _mm512_max_epu16(quads, _mm512_ror_epi64(quads, 16));
+    uint32_t first = largest(quads);
+    int quad = (int)(first >> 16);
+    float top = magnitude(first), rest = magnitude(largest(_mm512_maskz_mov_epi64((__mmask8)~(1 << quad), quads)));
     uint32_t wide = 15u << (quad * 4);
     __mmask16 wa = (__mmask16)wide, wb = (__mmask16)(wide >> LANES);
-    int32_t rest = _mm512_reduce_max_epi32(
-        _mm512_max_epi32(_mm512_maskz_mov_epi32((__mmask16)~wa, ma), _mm512_maskz_mov_epi32((__mmask16)~wb, mb)));
-    float step = bits<float>(rest) / LARGEST, least = bits<float>(top) / LARGEST_PAIR;
+    float step = rest / LARGEST, least = top / LARGEST_PAIR;
     if (step < least) step = least;
-    float inverse = bits<float>(top) > NEGLIGIBLE ? 1 / step : 0;
-    if (top >= INFINITE) step = bits<float>(0x7fc00000);
+    float inverse = top > NEGLIGIBLE ? 1 / step : 0;
+    if (!(top < INFINITY)) step = NAN;
+    vf a = load_floats(x), b = load_floats(x + LANES);
     __m512i na = _mm512_cvtps_epi32((__m512)(a * inverse)), nb = _mm512_cvtps_epi32((__m512)(b * inverse));
     int8_t high[GROUP];
     write_half(na, wa, to->low, high);
