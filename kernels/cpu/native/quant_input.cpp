@@ -1,8 +1,8 @@
 // Activations as integers for the multiplication by quantised weights.
 //
 // A group's step is set by its largest value, and in a group of 32 that one is often alone: an outlier channel. So the quad
-// (four neighbours) that holds it gets 15 bits, low + 128 * high, and the rest 8 bits by the largest of the rest: one more
-// multiplication for eight, and about a tenth of the error of 8 bits throughout (docs/adr/0010-*.md).
+// (four neighbors) that holds it gets 15 bits, low + 128 * high, and the rest 8 bits by the largest of the rest: one more
+// multiplication for eight, and about a tenth of the squared error of 8 bits throughout (docs/adr/0010-*.md).
 #include <cmath>
 #include <cstdlib>
 
