@@ -112,6 +112,7 @@ def _engine(bench: Bench, model: Decoder, count: int, length: int) -> tuple[Engi
         max_num_seqs=count,
         device=bench.device,
         capture=(lambda run: run) if bench.dry else capture_cuda,
+        lookahead=True,
     )
     runner.warm_up(64)
     watched = WatchedRunner(runner, bench.device)

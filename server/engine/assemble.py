@@ -71,6 +71,7 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         device=device,
         start_grammar=gate.start,
         capture=capture_cuda if device.type == "cuda" and not config.device.enforce_eager else None,
+        lookahead=_looks_ahead(config.scheduler, device),
     )
     report("warming up", 0.0)
     runner.warm_up(_WARM_UP_TOKENS)

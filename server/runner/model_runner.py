@@ -74,9 +74,11 @@ class ModelRunner:
         device: torch.device,
         start_grammar: Callable[[GrammarSpec, int], Grammar] | None = None,
         capture: Capture | None = None,
+        lookahead: bool = False,
     ) -> None:
         """page_table: int32[max_num_seqs, W], the scheduler's, read only. start_grammar: at a request's begin,
         with its grammar and its max_tokens. capture: how warm_up records decode steps; None leaves them as they are.
+        lookahead: batches may hold awaited tokens.
         """
         self._model = model
         self._cache = kv_cache
@@ -87,7 +89,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._rows: list[_Row | None] = [None] * max_num_seqs
         self._sampler = None if model.ops.sampler is None else FusedSampler(model.ops.sampler, device)
-        self._newest = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._newest = torch.zeros(max_num_seqs, dtype=torch.int64, device=device) if lookahead else None
         """The token that each row sampled last: the next step may run it before the host knows it."""
         model.prepare_positions(min(page_table.shape[1] * kv_cache.spec.block_size, model.spec.max_position))
 
@@ -108,6 +110,7 @@ class ModelRunner:
             device=self._device,
         )
         if inputs.awaited is not None:
+            assert self._newest is not None, "an awaited token without lookahead"
             places, rows = inputs.awaited
             inputs.token_ids.index_copy_(0, places, self._newest.index_select(0, rows))
         handle = StepHandle(batch.step_id)
@@ -139,11 +142,12 @@ class ModelRunner:
         positions = [item.end for item in items]
         chosen = choose(self._model.logits(hidden), states, positions, fused=self._sampler)
         newest = chosen.token_ids.clamp(min=0)
-        [rows] = upload([np.array([item.row for item in items], dtype=np.int64)], self._device)
-        self._newest.index_copy_(0, rows, newest)
+        if self._newest is not None:
+            [rows] = upload([np.array([item.row for item in items], dtype=np.int64)], self._device)
+            self._newest.index_copy_(0, rows, newest)
         tensors = chosen.tensors
         for index, (row, state) in enumerate(zip(handle.rows, states, strict=True)):
-            state.append(newest[index : index + 1])
+            state.append(newest, index)
             if row.prompt_scores is not None:
                 handle.prompt_scores[index], row.prompt_scores = row.prompt_scores, None
                 tensors += chain.from_iterable(handle.prompt_scores[index])
@@ -160,7 +164,6 @@ class ModelRunner:
         hidden = self._graphs.forward(inputs)
         return hidden if select is None else hidden.index_select(0, select)
 
-    @torch.inference_mode()
     def collect(self, handle: object) -> SampledTokens:
         """Waits for the step's tokens, and tells them to the rows' grammars. handle: what launch returned."""
         assert isinstance(handle, StepHandle)

@@ -70,11 +70,11 @@ class SamplingRow:
             nothing_left = logits.max() == float("-inf")
             logits.index_copy_(0, self._stops, torch.where(nothing_left, kept, float("-inf")))
 
-    def append(self, token_id: torch.Tensor) -> None:
-        """The row's output grows by this token, i64[1] on the device: maybe nobody on the host knows it yet."""
+    def append(self, token_ids: torch.Tensor, index: int) -> None:
+        """The row's output grows by entry `index` of i64[S] on the device: maybe nobody on the host knows it yet."""
         self.num_output_tokens += 1
         if self._penalties is not None:
-            self._penalties.append(token_id)
+            self._penalties.append(token_ids[index : index + 1])
 
     def advance(self, token_id: int) -> None:
         """The appended token is known. Raises where the grammar does not allow it."""

@@ -54,12 +54,12 @@ def test_an_awaited_token_is_the_token(model: Decoder, chunk: int) -> None:
     """Another row's token, an old one, or penalties, log-probabilities and the prompt's scores that miss it: rows reach
     their first token in different steps, so prefills and awaited tokens share steps."""
     expected = Driver(model).generate(PROMPTS, PARAMS, chunk=chunk)
-    assert generate_ahead(Driver(model), PROMPTS, PARAMS, chunk=chunk) == expected
+    assert generate_ahead(Driver(model, lookahead=True), PROMPTS, PARAMS, chunk=chunk) == expected
 
 
 def test_an_awaited_token_is_the_token_in_static_buffers(model: Decoder) -> None:
     """A captured pass that reads the placeholder: the token has to be in place before the copy to its buffer."""
-    driver = Driver(model, capture=lambda run: run)
+    driver = Driver(model, capture=lambda run: run, lookahead=True)
     driver.runner.warm_up(16)
     assert generate_ahead(driver, PROMPTS, PARAMS) == Driver(model).generate(PROMPTS, PARAMS)
 
@@ -67,7 +67,7 @@ def test_an_awaited_token_is_the_token_in_static_buffers(model: Decoder) -> None
 def test_a_row_that_fails_while_its_next_step_is_under_way(model: Decoder) -> None:
     """An index of -1 in the next step, or a neighbor that pays for it."""
     expected = Driver(model).generate(PROMPTS[:1], PARAMS[:1])[0]
-    driver = Driver(model)
+    driver = Driver(model, lookahead=True)
     logits = driver.runner._model.logits
     params = [PARAMS[0], SamplingParams(max_tokens=3, seed=0, presence_penalty=1.0)]
     admitted = [AdmittedRow(f"r{i}", i, p, PROMPTS[i], []) for i, p in enumerate(params)]

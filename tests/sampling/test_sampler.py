@@ -253,7 +253,7 @@ def test_appended_tokens_are_penalised() -> None:
         grown.adjust(first)
         rebuilt.adjust(second)
         assert torch.equal(first, second)
-        grown.append(torch.tensor([token_id]))
+        grown.append(torch.tensor([3, token_id]), 1)
         output.append(token_id)
 
 

@@ -45,7 +45,9 @@ def runner(num_rows: int = 8, *, batch_invariant: bool = False) -> ModelRunner:
     spec = kv_cache_spec(model.spec, block_size=16, dtype=torch.bfloat16)
     cache = model.ops.allocate_kv_cache(spec, num_blocks=100, device=META)
     table = np.ones((num_rows, 16), np.int32)
-    return ModelRunner(model=model, kv_cache=cache, page_table=table, max_num_seqs=num_rows, device=META)
+    return ModelRunner(
+        model=model, kv_cache=cache, page_table=table, max_num_seqs=num_rows, device=META, lookahead=True
+    )
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings))
