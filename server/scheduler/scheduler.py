@@ -113,9 +113,16 @@ class Scheduler:
         assert len(self._under_way) <= 1
         if now >= self._next_deadline:
             self._expire(now)
-        if self._under_way and any(request.must_know_its_token for request in self._books.running):
+        if self._under_way and self._must_wait():
             return EMPTY_BATCH
         return self._build(self._planner.plan(now))
+
+    def _must_wait(self) -> bool:
+        """Whether the next step depends on what the one under way samples, or must not be on the device beside it."""
+        waiting = self._books.waiting
+        if len(waiting) and waiting[0].run_alone:
+            return True
+        return any(request.must_know_its_token for step in self._under_way.values() for request in step)
 
     def _expire(self, now: float) -> None:
         self._next_deadline = _NEVER

@@ -242,6 +242,22 @@ def test_a_suspect_runs_alone_until_it_has_a_token() -> None:
     assert steps == [["a"], ["suspect"], ["a", "b", "suspect"], ["a", "b", "suspect"], ["b"]]
 
 
+def test_no_other_step_is_under_way_beside_that_of_a_suspect() -> None:
+    """With lookahead, a suspect blamed for the death of an engine that still computes its neighbors' step, or neighbors
+    blamed that are launched behind it."""
+    simulation = Simulation(lookahead=1)
+    simulation.add(request("a", [1] * 5, max_tokens=6))
+    simulation.step()
+    simulation.add(request("suspect", [2] * 5, max_tokens=3, run_alone=True), request("b", [3] * 5, max_tokens=3))
+    on_the_device = []
+    for aborted in ([], [], ["suspect"], []):
+        simulation.abort(*aborted)
+        before = [batch for batch, _ in simulation._under_way]
+        launched = simulation.step()
+        on_the_device.append({item.request_id for batch in (*before, launched) for item in batch.items})
+    assert on_the_device == [{"a"}, {"suspect"}, {"suspect"}, {"a", "b"}]
+
+
 def test_the_first_delta_carries_what_is_known_at_the_start() -> None:
     """Catches a first delta without cached tokens and the time of the first step, or later ones with them."""
     simulation = Simulation()
