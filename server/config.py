@@ -73,10 +73,11 @@ class SchedulerConfig(Validated):
     max_num_batched_tokens: int = setting(2048, "most new tokens in one step", low=16)
     max_num_prefill_tokens: int | None = setting(
         None,
-        "most prompt tokens in a step that streams wait for; fewer make them smoother; default: 60 on a CPU, else no "
-        "limit of its own",
+        "most prompt tokens in a step that streams wait for; fewer make them smoother; default: on a CPU as many as "
+        "cost two decode steps, else no limit of its own",
         low=1,
     )
+    prefill_tokens_per_stream: int = setting(0, "so many more for each stream that waits", low=0, internal=True)
     policy: str = setting("fcfs", "who is admitted next", choices=("fcfs", "priority"), flag="scheduling-policy")
     async_scheduling: str = setting(
         "auto", "decide a step while the one before runs; auto: on a GPU", choices=("auto", "on", "off")

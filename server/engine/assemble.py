@@ -34,8 +34,9 @@ Report = Callable[[str, float], None]
 """Gets the phase and the share of it that is done."""
 
 _WARM_UP_TOKENS = 64
-CPU_PREFILL_TOKENS = 60
-"""p99 of the time between tokens stays within 3 times its median with 8 clients; 128 make 32 clients 5 % faster."""
+CPU_PREFILL_TOKENS, CPU_PREFILL_TOKENS_PER_STREAM = 16, 3
+"""A decode step costs what reading the weights does, and something a request; prompt tokens cost what they are. So many
+of them make a step three times as long, whatever the batch (docs/benchmarks/cpu.md)."""
 
 
 def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
@@ -95,7 +96,11 @@ def _smooth(config: SchedulerConfig, device: torch.device) -> SchedulerConfig:
     """A CPU computes a few prompt tokens for what a decode step costs; a GPU hundreds, so there is no need to wait."""
     if config.max_num_prefill_tokens is not None or device.type != "cpu":
         return config
-    return dataclasses.replace(config, max_num_prefill_tokens=CPU_PREFILL_TOKENS)
+    return dataclasses.replace(
+        config,
+        max_num_prefill_tokens=CPU_PREFILL_TOKENS,
+        prefill_tokens_per_stream=CPU_PREFILL_TOKENS_PER_STREAM,
+    )
 
 
 def _plan_memory(config: EngineConfig, model: Decoder, kv_spec: KVCacheSpec, device: torch.device) -> MemoryPlan:

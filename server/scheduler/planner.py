@@ -53,6 +53,7 @@ class StepPlanner:
         self._block_size = books.manager.block_size
         self._budget = config.max_num_batched_tokens
         self._prefill_budget = config.max_num_prefill_tokens or config.max_num_batched_tokens
+        self._prefill_tokens_per_stream = config.prefill_tokens_per_stream
         self._watermark = int(config.watermark * books.manager.num_blocks)
         self._suspect: Request | None = None
 
@@ -100,7 +101,8 @@ class StepPlanner:
                 plan.num_new_tokens[request] = 1
         plan.budget_left -= len(plan.num_new_tokens)
         if plan.num_new_tokens:
-            plan.budget_left = min(plan.budget_left, self._prefill_budget)
+            most = self._prefill_budget + self._prefill_tokens_per_stream * len(plan.num_new_tokens)
+            plan.budget_left = min(plan.budget_left, most)
         for request in plan.prefills:
             if request.status is not RequestStatus.RUNNING or plan.budget_left == 0:
                 continue

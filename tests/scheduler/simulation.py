@@ -164,6 +164,7 @@ class Simulation:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
         max_num_prefill_tokens: int | None = None,
+        prefill_tokens_per_stream: int = 0,
         policy: str = "fcfs",
         watermark: float = 0.0,
         enable_prefix_cache: bool = True,
@@ -175,6 +176,7 @@ class Simulation:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_prefill_tokens=max_num_prefill_tokens,
+            prefill_tokens_per_stream=prefill_tokens_per_stream,
             policy=policy,
             watermark=watermark,
         )

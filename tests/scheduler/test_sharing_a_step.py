@@ -229,6 +229,17 @@ def test_prompts_wait_for_streams_but_not_for_each_other() -> None:
     ]
 
 
+def test_the_more_streams_wait_the_more_prompt_tokens_join_them() -> None:
+    """A full batch, whose step is long anyway, that reads prompts as slowly as a single stream's short step must."""
+    simulation = Simulation(
+        num_blocks=200, max_num_batched_tokens=64, max_num_prefill_tokens=4, prefill_tokens_per_stream=3
+    )
+    simulation.add(*(request(f"stream{i}", [i] * 4, max_tokens=9) for i in range(3)))
+    simulation.step()
+    simulation.add(request("long", range(100, 140), max_tokens=1))
+    assert _shares(simulation)["long"] == 4 + 3 * 3
+
+
 def test_a_suspect_runs_alone_until_it_has_a_token() -> None:
     """Catches company for a request that may bring the engine down, and suspicion that outlives its first token: fifty
     acquitted requests that run one after the other."""
