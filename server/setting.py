@@ -91,6 +91,8 @@ def convert(f: dataclasses.Field[Any], value: Any, source: str) -> Any:
             return parse_number(str(value))
         if kind is float:
             return float(value)
+        if isinstance(value, bool):  # how YAML reads a bare on or off
+            return "on" if value else "off"
         return str(value)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{source}: {error}") from None

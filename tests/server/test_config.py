@@ -7,7 +7,7 @@ import pytest
 
 from server import config
 from server.errors import ConfigError
-from server.setting import flag_of, leaves
+from server.setting import flag_of, key_of, leaves
 from server.units import parse_number
 
 
@@ -65,6 +65,18 @@ def test_a_wrong_file_is_told_apart(tmp_path: Path, content: str, message: str) 
     file.write_text(content)
     with pytest.raises(ConfigError, match=message):
         config.load(config_file=str(file), environment={})
+
+
+def test_every_choice_can_be_written_in_a_file(tmp_path: Path) -> None:
+    """Regression: on and off, which YAML reads as truth values, refused with a message that offers them."""
+    file = tmp_path / "c.yaml"
+    for path, setting in leaves(config.ServerConfig):
+        for choice in setting.metadata["choices"] or ():
+            file.write_text(f"{key_of(setting)}: {choice}\n")
+            loaded: object = config.load(config_file=str(file), environment={})
+            for name in path:
+                loaded = getattr(loaded, name)
+            assert loaded == choice
 
 
 def test_an_unknown_variable_is_an_error() -> None:
