@@ -34,7 +34,7 @@ Report = Callable[[str, float], None]
 """Gets the phase and the share of it that is done."""
 
 _WARM_UP_TOKENS = 64
-CPU_PREFILL_TOKENS, CPU_PREFILL_TOKENS_PER_STREAM = 16, 3
+CPU_PREFILL_TOKENS, CPU_PREFILL_TOKENS_PER_STREAM = 12, 2
 """A decode step costs what reading the weights does, and something a request; prompt tokens cost what they are. So many
 of them make a step three times as long, whatever the batch (docs/benchmarks/cpu.md)."""
 
