@@ -131,7 +131,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges as they are now; counters as growth since the previous StepOutput."""
 
     num_running: int = 0
-    num_waiting: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
     """Free to take, but their content can still be hit."""

@@ -97,7 +97,6 @@ class Books:
         usage = self.manager.usage()
         return EngineStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
             blocks_used=usage.used,
             blocks_cached=usage.cached,
             blocks_free=usage.free,

@@ -15,7 +15,7 @@ from typing import Any
 from paging import KVCacheManager, extend_hashes
 from server.config import SchedulerConfig
 from server.errors import ConfigError
-from server.protocol import EngineStats, FinishReason, GenerateRequest, OutputDelta, StepOutput, TokenLogprobs
+from server.protocol import FinishReason, GenerateRequest, OutputDelta, StepOutput, TokenLogprobs
 from server.scheduler.batch import AWAITED, AdmittedRow, SampledRow, SampledTokens, ScheduledBatch, ScheduledItem
 from server.scheduler.books import Books
 from server.scheduler.capacity import why_it_never_fits
@@ -259,10 +259,6 @@ class Scheduler:
         return StepOutput(step_id=step_id, deltas=ended + deltas, stats=stats, time=now)
 
     # ------------------------------------------------------------------------------------------------------ side doors
-
-    def stats(self) -> EngineStats:
-        """Gauges as they are, counters since the last StepOutput. Changes nothing."""
-        return self._books.stats(0)
 
     def inspect(self) -> dict[str, Any]:
         """JSON-able: {"pages": block counts, "requests": the open ones in order of service}."""

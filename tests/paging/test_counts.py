@@ -45,17 +45,21 @@ class _Saturated:
         )
         for number, (prompt, output) in enumerate(lengths):
             self.scheduler.add(request(f"r{number}", [number] * prompt, max_tokens=output), 0.0)
+        self._num_requests = len(lengths)
         self.num_running: list[int] = []
         self.waste: list[float] = []
         self.largest_waste_of_one = 0
 
     def run(self) -> None:
         """Until the queue is empty: what comes after says nothing about a server under load."""
-        while self.scheduler.stats().num_waiting:
+        num_waiting = num_open = self._num_requests
+        while num_waiting:
             batch = self.scheduler.schedule(0.0)
             self._measure({item.row: item.end for item in batch.items})
             rows = [SampledRow(item.request_id, [1]) for item in batch.items if item.samples]
-            self.scheduler.update(batch, SampledTokens(batch.step_id, rows, {}), 0.0)
+            output = self.scheduler.update(batch, SampledTokens(batch.step_id, rows, {}), 0.0)
+            num_open -= sum(delta.finish_reason is not None for delta in output.deltas)
+            num_waiting = num_open - output.stats.num_running
 
     def _measure(self, filled: dict[int, int]) -> None:
         block_size = self.manager.block_size
