@@ -146,11 +146,15 @@ def _within_reach(plan: DecoderPlan) -> bool:
     if plan.dtype not in DTYPES or plan.activation not in ACTIVATIONS or not plan.layers:
         return False
     first, hidden = plan.layers[0], plan.final_norm.numel()
-    return _is_vector(plan.final_norm, hidden, plan.dtype) and all(
-        _same_shape(layer.qkv_layout, first.qkv_layout)
-        and all(_is_vector(norm, hidden, plan.dtype) for norm in _norms(layer))
-        and _linears_fit(layer, hidden, plan.dtype)
-        for layer in plan.layers
+    return (
+        _is_vector(plan.final_norm, hidden, plan.dtype)
+        and all(
+            _same_shape(layer.qkv_layout, first.qkv_layout)
+            and all(_is_vector(norm, hidden, plan.dtype) for norm in _norms(layer))
+            and _linears_fit(layer, hidden, plan.dtype)
+            for layer in plan.layers
+        )
+        and len({_packed(layer.down).in_features for layer in plan.layers}) == 1
     )
 
 

@@ -210,18 +210,24 @@ def test_a_row_out_of_range_is_an_error(native: NativeOps, wrong: int) -> None:
         model.fused(embedded(meta, torch.bfloat16), meta, model.cache(4), None)
 
 
-@pytest.mark.parametrize("change", ["dtype", "activation", "norm", "linear", "shape"])
+@pytest.mark.parametrize("change", ["dtype", "activation", "norm", "linear", "shape", "inner"])
 def test_plans_out_of_reach_are_refused(native: NativeOps, change: str) -> None:
     """A plan that the library would misread: it has no other check than this one."""
     plan = build(native, SPEC, "bfloat16").plan
     layer = plan.layers[1]
     wider = native.pack_linear([torch.randn(HIDDEN + 16, INNER).bfloat16()], None, dtype=torch.bfloat16)
+    widest = replace(
+        layer,
+        gate_up=native.pack_linear([torch.randn(4 * INNER, HIDDEN).bfloat16()], None, dtype=torch.bfloat16),
+        down=native.pack_linear([torch.randn(HIDDEN, 2 * INNER).bfloat16()], None, dtype=torch.bfloat16),
+    )
     changed = {
         "dtype": replace(plan, dtype=torch.float16),
         "activation": replace(plan, activation="relu"),
         "norm": replace(plan, final_norm=plan.final_norm.float()),
         "linear": replace(plan, layers=(replace(layer, output=lambda x: x), layer)),
         "shape": replace(plan, layers=(layer, replace(layer, down=wider))),
+        "inner": replace(plan, layers=(layer, widest)),  # the scratch memory is measured by the first layer
     }[change]
     assert native.fuse_decoder is not None
     assert native.fuse_decoder(plan) is not None
