@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +18,13 @@ from tests.runner.test_model_runner import PARAMS, PROMPTS
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load(save(make_model("llama"), tmp_path_factory.mktemp("llama")))
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Decoder:
+    return load(checkpoint)
 
 
 def generate_ahead(
@@ -64,8 +70,10 @@ def test_an_awaited_token_is_the_token_in_static_buffers(model: Decoder) -> None
     assert generate_ahead(driver, PROMPTS, PARAMS) == Driver(model).generate(PROMPTS, PARAMS)
 
 
-def test_a_row_that_fails_while_its_next_step_is_under_way(model: Decoder) -> None:
-    """An index of -1 in the next step, or a neighbor that pays for it."""
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_row_that_fails_while_its_next_step_is_under_way(checkpoint: Path, backend: str) -> None:
+    """An index of -1, which the backend's own sampler gives, in the next step, or a neighbor that pays for it."""
+    model = load(checkpoint, backend=backend)
     expected = Driver(model).generate(PROMPTS[:1], PARAMS[:1])[0]
     driver = Driver(model, lookahead=True)
     logits = driver.runner._model.logits

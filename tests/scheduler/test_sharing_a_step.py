@@ -253,6 +253,13 @@ def test_a_suspect_runs_alone_until_it_has_a_token() -> None:
     assert steps == [["a"], ["suspect"], ["a", "b", "suspect"], ["a", "b", "suspect"], ["b"]]
 
 
+def test_a_token_that_ends_its_request_is_not_run() -> None:
+    """With lookahead, a place in a step, and blocks that others have to give up, for an answer that is complete."""
+    simulation = Simulation(lookahead=1)
+    simulation.add(request("a", range(5), max_tokens=2))
+    assert [len(simulation.step().items) for _ in range(3)] == [1, 1, 0]
+
+
 def test_no_other_step_is_under_way_beside_that_of_a_suspect() -> None:
     """With lookahead, a suspect blamed for the death of an engine that still computes its neighbors' step, or neighbors
     blamed that are launched behind it."""
