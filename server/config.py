@@ -82,6 +82,9 @@ class SchedulerConfig(Validated):
     async_scheduling: str = setting(
         "auto", "decide a step while the one before runs; auto: on a GPU", choices=("auto", "on", "off")
     )
+    expected_output: float = setting(
+        1.0, "share of its max_tokens that an answer is expected to use, until some have ended", low=0, high=1
+    )
     watermark: float = setting(0.01, "share of the blocks that admission leaves for running requests", low=0, high=0.5)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from paging import InvariantViolation, KVCacheManager
 from server.protocol import EngineStats
+from server.scheduler.forecast import Forecast
 from server.scheduler.inflight import InflightPrefixes
 from server.scheduler.queue import RequestQueue
 from server.scheduler.request import NO_ROW, Request, RequestStatus
@@ -16,12 +17,13 @@ class Books:
     A request is in exactly one of `waiting` and `running`; one that runs has a row, and blocks for its computed tokens.
     """
 
-    def __init__(self, *, manager: KVCacheManager, max_num_seqs: int) -> None:
+    def __init__(self, *, manager: KVCacheManager, max_num_seqs: int, expected_output: float) -> None:
         self.manager = manager
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.inflight = InflightPrefixes()
+        self.forecast = Forecast(block_size=manager.block_size, first_guess=expected_output)
         self.num_rows = min(max_num_seqs, manager.max_requests)
         self.free_rows = list(range(self.num_rows))[::-1]
         self.released_rows: list[int] = []
@@ -54,6 +56,7 @@ class Books:
         request.row = self.free_rows.pop()
         request.num_computed_tokens = num_cached_tokens
         request.num_committed_blocks = num_cached_blocks
+        request.num_hit_tokens = num_cached_tokens
         self.inflight.begin(request)
         if request.scheduled_time is None:
             request.scheduled_time = now

@@ -157,15 +157,16 @@ class StepPlanner:
         return match
 
     def _admit(self, request: Request, match: PrefixMatch, plan: StepPlan, now: float) -> bool:
-        """Gives it a row and its first chunk, if the blocks for all its tokens are there and spare ones remain."""
+        """Gives it a row and its first chunk, if there are blocks for all its tokens and for what everyone grows."""
         num_tokens = len(request.token_ids)
         num_found = len(match.block_ids)
-        wanted = blocks_needed(num_tokens, self._block_size) - num_found + match.num_revived
-        if len(self._books.running):
-            wanted += self._watermark + self._blocks_owed(plan)
-        if wanted > self._manager.num_free_blocks:
-            return False
         num_cached = num_found * self._block_size
+        wanted = blocks_needed(num_tokens, self._block_size) - num_found
+        if len(self._books.running):
+            growth = self._books.forecast.growth(self._books.running, request, num_tokens - num_cached)
+            wanted = max(wanted, blocks_needed(growth, self._block_size)) + self._watermark + self._blocks_owed(plan)
+        if wanted + match.num_revived > self._manager.num_free_blocks:
+            return False
         chunk = plan.first_share(num_tokens - num_cached)
         if not self._manager.admit(self._books.next_row, match, num_cached + chunk):
             return False

@@ -52,6 +52,8 @@ class Request:
     row: int = NO_ROW
     num_computed_tokens: int = 0
     num_awaited_tokens: int = 0
+    num_hit_tokens: int = 0
+    """In blocks that the prefix cache had when it was admitted last: others may hold them, too."""
     num_committed_blocks: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Of the leading full blocks; hashed when first needed."""

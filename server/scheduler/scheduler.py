@@ -47,7 +47,7 @@ class Scheduler:
         self._manager = manager
         self._block_size = manager.block_size
         self._max_model_len = max_model_len
-        self._books = Books(manager=manager, max_num_seqs=config.max_num_seqs)
+        self._books = Books(manager=manager, max_num_seqs=config.max_num_seqs, expected_output=config.expected_output)
         self._turns = Turns()
         self._planner = StepPlanner(books=self._books, config=config)
         self._ended: list[OutputDelta] = []
@@ -224,6 +224,8 @@ class Scheduler:
         self._books.close(request)
         self._turns.leave(request.client)
         request.finish_reason = reason
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._books.forecast.learn(request)
         return self._delta(
             request, token_ids=token_ids or [], logprobs=logprobs, prompt_logprobs=prompt_logprobs, error=error
         )

@@ -72,7 +72,18 @@ def test_a_small_cache_preempts_and_nobody_notices(server, tmp_path, ahead):
     for request in requests[3:5]:
         request["extra_body"] = {"structured_outputs": {"regex": "[a-z ]{200}"}}
     roomy = asyncio.run(answers(server, requests))
-    flags = ("--dtype", "float32", "--num-blocks", "64", "--block-size", "16", "--async-scheduling", ahead)
+    flags = (
+        "--dtype",
+        "float32",
+        "--num-blocks",
+        "64",
+        "--block-size",
+        "16",
+        "--expected-output",
+        "0",
+        "--async-scheduling",
+        ahead,
+    )
     with serving(tmp_path / "log", *flags) as small:
         tight = asyncio.run(answers(small, requests))
         assert small.metric("num_preemptions_total") > 0

@@ -167,6 +167,7 @@ class Simulation:
         prefill_tokens_per_stream: int = 0,
         policy: str = "fcfs",
         watermark: float = 0.0,
+        expected_output: float = 0.0,
         enable_prefix_cache: bool = True,
         lookahead: int = 0,
     ) -> None:
@@ -179,6 +180,7 @@ class Simulation:
             prefill_tokens_per_stream=prefill_tokens_per_stream,
             policy=policy,
             watermark=watermark,
+            expected_output=expected_output,
         )
         self.manager = KVCacheManager(
             num_blocks=num_blocks,

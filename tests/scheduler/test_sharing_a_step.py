@@ -91,6 +91,27 @@ def test_the_last_in_order_is_preempted_and_computed_again(policy: str, victim: 
         assert simulation.answers[new.request_id].token_ids == expected_tokens(new)
 
 
+@pytest.mark.parametrize(("expected_output", "fewest", "most"), [(0.0, 15, 99), (1.0, 0, 0)])
+def test_answers_that_need_what_they_may_preempt_nobody(expected_output: float, fewest: int, most: int) -> None:
+    """Catches admission by what is free now: all are let in, and lose what they computed when the first ones grow."""
+    simulation = Simulation(num_blocks=60, block_size=4, max_num_seqs=16, expected_output=expected_output)
+    simulation.add(*(request(f"r{i}", [i] * 8, max_tokens=40, seed=i) for i in range(40)))
+    simulation.run()
+    assert fewest <= simulation.num_preemptions <= most
+
+
+def test_no_place_is_kept_for_what_nobody_writes() -> None:
+    """Catches a server that takes few requests at a time because each may write much, though none does."""
+    simulation = Simulation(num_blocks=60, block_size=4, max_num_seqs=16, expected_output=1.0)
+    simulation.add(*(request(f"r{i}", [i] * 8, max_tokens=200, stop_token_ids=(3, 7), seed=i) for i in range(40)))
+    running = []
+    while simulation.scheduler.has_work:
+        simulation.step()
+        running.append(sum(r["status"] == "running" for r in simulation.scheduler.inspect()["requests"]))
+    assert running[0] == 1
+    assert max(running) > 5
+
+
 def test_what_a_preempted_request_had_is_hit_again() -> None:
     """Catches a preemption that throws its blocks' names away: recomputing would cost the whole prompt."""
     simulation = Simulation(num_blocks=16, block_size=4)
