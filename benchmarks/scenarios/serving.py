@@ -75,34 +75,48 @@ def gaps(calls: Sequence[Call]) -> list[float]:
 
 
 async def continuous_batching(server: Launched) -> Outcome:
-    """Answers of 13 to 128 tokens (the paper's 100 to 1,024, an eighth as long), 16 at a time."""
+    """Answers of 13 to 128 tokens (the paper's 100 to 1,024, an eighth as long), 16 at a time.
+
+    A static batch computes its ended requests along until the last one ends (Orca's baseline). A kinder one drops them.
+    """
     asker, width = Asker(server, 1), 16
-    jobs = [(asker.words(16), random.Random(i).randint(13, 128)) for i in range(4 * width)]
-    await asker.closed_loop(jobs[:2], 2)
-    static: list[Call] = []
-    for begin in range(0, len(jobs), width):
-        batch = [(asker.words(16), num_tokens) for _, num_tokens in jobs[begin : begin + width]]
-        static += await asker.closed_loop(batch, width)
-    ratio = rate(await asker.closed_loop(jobs, width)) / rate(static)
-    return Outcome(
-        "S1", "tokens a second, continuous against static", f"{ratio:.2f} x", ">= 1.8 x", ratio, ratio >= 1.8
-    )
+    lengths = [random.Random(i).randint(13, 128) for i in range(8 * width)]
+    await asker.closed_loop([(asker.words(16), 8)] * 2, 2)
+
+    async def in_batches(*, to_the_end: bool) -> float:
+        calls: list[Call] = []
+        for begin in range(0, len(lengths), width):
+            batch = lengths[begin : begin + width]
+            computed = [max(batch)] * width if to_the_end else batch
+            calls += await asker.closed_loop([(asker.words(16), n) for n in computed], width)
+        return rate(calls) * sum(lengths) / sum(call.output_tokens for call in calls)
+
+    ours = rate(await asker.closed_loop([(asker.words(16), n) for n in lengths], width))
+    ratio, kind = ours / await in_batches(to_the_end=True), ours / await in_batches(to_the_end=False)
+    text = f"{ratio:.2f} x ({kind:.2f} x where a static batch drops ended requests)"
+    return Outcome("S1", "tokens a second, continuous against static", text, ">= 1.8 x", ratio, ratio >= 1.8)
 
 
 async def paging(num_blocks: int, longest: int) -> Outcome:
-    """The same memory, paged, and reserved for `longest` tokens a request; requests are a quarter as long."""
-    rates = []
+    """The same memory, paged, and reserved for `longest` tokens a request; requests are a quarter as long.
+
+    With bfloat16 weights a step is bound by reading them, as on a GPU; with 4-bit ones by computing its requests.
+    """
     reserved_seqs = num_blocks * 16 // longest
-    for max_num_seqs in (64, reserved_seqs):
-        flags = ("--num-blocks", str(num_blocks), "--max-num-seqs", str(max_num_seqs), "--no-prefix-cache")
-        with launched(*flags) as server:
-            asker = Asker(server, 2)
-            await asker.ask(asker.words(16), 8)
-            jobs = [(asker.words(32), 64) for _ in range(48)]
-            rates.append(rate(await asker.closed_loop(jobs, 48)))
-    ratio = rates[0] / rates[1]
+    ratios = []
+    for weights in (("--quantization", "none"), ()):
+        rates = []
+        for max_num_seqs in (64, reserved_seqs):
+            flags = ("--num-blocks", str(num_blocks), "--max-num-seqs", str(max_num_seqs), "--no-prefix-cache")
+            with launched(*flags, *weights) as server:
+                asker = Asker(server, 2)
+                await asker.ask(asker.words(16), 8)
+                jobs = [(asker.words(32), 64) for _ in range(96)]
+                rates.append(rate(await asker.closed_loop(jobs, 96)))
+        ratios.append(rates[0] / rates[1])
     claim = f"tokens a second in {num_blocks} blocks, paged against {longest:,} tokens reserved"
-    return Outcome("S2", claim, f"{ratio:.2f} x", ">= 2 x", ratio, ratio >= 2)
+    ours = f"{ratios[0]:.2f} x with bf16 weights ({ratios[1]:.2f} x with 4-bit ones)"
+    return Outcome("S2", claim, ours, ">= 2 x", ratios[0], ratios[0] >= 2)
 
 
 async def shared_prefix_ttft(server: Launched) -> Outcome:
