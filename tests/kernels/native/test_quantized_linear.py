@@ -114,6 +114,19 @@ def test_zero_and_huge_activations(native: NativeOps, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rest", [1e-4, 0.0])
+def test_a_value_that_dwarfs_its_group(native: NativeOps, kind: str, rest: float) -> None:
+    """Guards the wide quad: where the others alone set the step, its codes saturate, or are divided by zero."""
+    weight = quantized(kind, 16, 64)
+    linear = native.pack_linear([weight], None, dtype=torch.bfloat16, out_dtype=torch.float32)
+    x = randn(5, 64) * rest
+    x[:, 5::32] = randn(5, 2) + 1
+    x = x.bfloat16()
+    want = rounded(x) @ weight.dequantize().double().T
+    torch.testing.assert_close(linear(x).double(), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_broken_activation_breaks_its_row_and_no_other(native: NativeOps, kind: str, bad: float) -> None:
     """Guards what looks for broken models: as integers, NaN would come out as some finite figure."""

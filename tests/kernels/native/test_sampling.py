@@ -53,6 +53,12 @@ def test_masked_tokens_are_never_drawn(native: NativeOps, settings: dict[str, fl
     assert len(drawn.unique()) > 30
 
 
+def test_zeros_of_both_signs_are_equal(native: NativeOps) -> None:
+    """Equal logits that don't rank by their ids, because their bits differ."""
+    logits = torch.tensor([[-3.0, -0.0, 0.0], [-0.0, -3.0, 0.0]])
+    assert sample(native, logits, top_k=1) == sample(native, logits, temperature=0.0) == [1, 0]
+
+
 def test_refuses_rows_with_gaps(native: NativeOps) -> None:
     """Another tensor's numbers taken for logits."""
     with pytest.raises(ValueError, match="float32 rows"):
