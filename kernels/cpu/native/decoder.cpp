@@ -131,11 +131,12 @@ int pt_decoder_forward(const Decoder *decoder, const Step *step, void *x, const 
         if (rows[i] < 0 || rows[i] >= step->num_tokens) return NO_SUCH_ROW;
     Run run = {d, *step, {}, (char *)x, step->num_tokens};
     place(d, num_rows > step->num_tokens ? num_rows : step->num_tokens, (char *)scratch, run.b);
+    bool selects = rows || !num_rows;  // a list of no rows has no address
     for (int64_t i = 0; i < d.num_layers; i++) {
         const Layer &layer = d.layers[i];
         run.norm(i ? run.b.projected : run.residual, i ? run.residual : nullptr, layer.input_norm, run.b.normed);
         if (run.attention(layer)) return NO_MEMORY;
-        if (rows && i == d.num_layers - 1) run.select(rows, num_rows, (char *)out);
+        if (selects && i == d.num_layers - 1) run.select(rows, num_rows, (char *)out);
         if (run.project(layer)) return NO_MEMORY;
     }
     run.norm(run.b.projected, run.residual, d.final_norm, out);

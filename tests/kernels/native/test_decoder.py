@@ -199,6 +199,19 @@ def test_caches_take_turns(native: NativeOps) -> None:
         assert cache[LAYERS - 1].key.count_nonzero()
 
 
+def test_a_step_of_which_no_row_is_wanted_writes_its_keys(native: NativeOps) -> None:
+    """An empty tensor's address, which is null, taken for all rows: they go where there is no memory."""
+    model = build(native, SPEC, "bfloat16")
+    meta = next(steps([(3, 3)]))
+    cache, expected = model.cache(4), model.cache(4)
+    x = embedded(meta, torch.bfloat16)
+    assert model.fused(x.clone(), meta, expected, None) is not None
+    out = model.fused(x, meta, cache, torch.empty(0, dtype=torch.int64))
+    assert out is not None
+    assert out.shape == (0, HIDDEN)
+    assert torch.equal(cache[LAYERS - 1].key, expected[LAYERS - 1].key)
+
+
 @pytest.mark.parametrize("wrong", [-1, 3])
 def test_a_row_out_of_range_is_an_error(native: NativeOps, wrong: int) -> None:
     """Memory before or behind the step's: the library takes bare addresses."""
