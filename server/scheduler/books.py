@@ -23,7 +23,7 @@ class Books:
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.inflight = InflightPrefixes()
-        self.forecast = Forecast(block_size=manager.block_size, first_guess=expected_output)
+        self.forecast = Forecast(first_guess=expected_output)
         self.num_rows = min(max_num_seqs, manager.max_requests)
         self.free_rows = list(range(self.num_rows))[::-1]
         self.released_rows: list[int] = []

@@ -16,17 +16,16 @@ _MEMORY = 16
 
 
 class Forecast:
-    """Written by: Scheduler, whenever a request ends by itself."""
+    """Written by: Scheduler, whenever a request ends."""
 
-    def __init__(self, *, block_size: int, first_guess: float) -> None:
+    def __init__(self, *, first_guess: float) -> None:
         """first_guess: of the tokens that a request may write, the share that it will; until some have ended."""
-        self._block_size = block_size
         self._share = first_guess
         self._num_learned = 1
 
     def learn(self, request: Request) -> None:
-        """The request has ended by a stop token or its limit."""
-        if request.sampling.max_tokens:
+        """The request has ended, by itself or from outside: a stop string, to the engine, is an abort."""
+        if request.num_output_tokens:
             self._num_learned = min(self._num_learned + 1, _MEMORY)
             share = request.num_output_tokens / request.sampling.max_tokens
             self._share += (share - self._share) / self._num_learned

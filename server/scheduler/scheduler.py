@@ -224,8 +224,7 @@ class Scheduler:
         self._books.close(request)
         self._turns.leave(request.client)
         request.finish_reason = reason
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._books.forecast.learn(request)
+        self._books.forecast.learn(request)
         return self._delta(
             request, token_ids=token_ids or [], logprobs=logprobs, prompt_logprobs=prompt_logprobs, error=error
         )

@@ -112,6 +112,20 @@ def test_no_place_is_kept_for_what_nobody_writes() -> None:
     assert max(running) > 5
 
 
+def test_answers_that_are_cut_from_outside_keep_no_place_either() -> None:
+    """Catches a server that goes on taking few requests at a time because a stop string ends all of them, or their
+    clients hang up: to the engine that is an abort."""
+    simulation = Simulation(num_blocks=60, block_size=4, max_num_seqs=16, expected_output=1.0)
+    simulation.add(*(request(f"r{i}", [i] * 8, max_tokens=200, seed=i) for i in range(40)))
+    most = 0
+    while simulation.scheduler.has_work:
+        simulation.step()
+        entries = simulation.scheduler.inspect()["requests"]
+        most = max(most, sum(r["status"] == "running" for r in entries))
+        simulation.abort(*(r["request_id"] for r in entries if r["num_output_tokens"] >= 5))
+    assert most > 5
+
+
 def test_what_a_preempted_request_had_is_hit_again() -> None:
     """Catches a preemption that throws its blocks' names away: recomputing would cost the whole prompt."""
     simulation = Simulation(num_blocks=16, block_size=4)
