@@ -82,8 +82,10 @@ class SchedulerConfig(Validated):
     async_scheduling: str = setting(
         "auto", "decide a step while the one before runs; auto: on a GPU", choices=("auto", "on", "off")
     )
-    expected_output: float = setting(
-        1.0, "share of its max_tokens that an answer is expected to use, until some have ended", low=0, high=1
+    admission: str = setting(
+        "auto",
+        "who may start: whoever fits now, or whoever fits when all have grown as forecast; auto: forecast on a CPU",
+        choices=("auto", "now", "forecast"),
     )
     watermark: float = setting(0.01, "share of the blocks that admission leaves for running requests", low=0, high=0.5)
 

@@ -93,14 +93,19 @@ def _looks_ahead(config: SchedulerConfig, device: torch.device) -> bool:
 
 
 def _smooth(config: SchedulerConfig, device: torch.device) -> SchedulerConfig:
-    """A CPU computes a few prompt tokens for what a decode step costs; a GPU hundreds, so there is no need to wait."""
-    if config.max_num_prefill_tokens is not None or device.type != "cpu":
+    """A CPU computes a few prompt tokens for what a decode step costs, a GPU hundreds: so chunks are kept short, and
+    nobody is let in who would have to be preempted and computed again."""
+    if device.type != "cpu":
         return config
-    return dataclasses.replace(
-        config,
-        max_num_prefill_tokens=CPU_PREFILL_TOKENS,
-        prefill_tokens_per_stream=CPU_PREFILL_TOKENS_PER_STREAM,
-    )
+    if config.admission == "auto":
+        config = dataclasses.replace(config, admission="forecast")
+    if config.max_num_prefill_tokens is None:
+        config = dataclasses.replace(
+            config,
+            max_num_prefill_tokens=CPU_PREFILL_TOKENS,
+            prefill_tokens_per_stream=CPU_PREFILL_TOKENS_PER_STREAM,
+        )
+    return config
 
 
 def _plan_memory(config: EngineConfig, model: Decoder, kv_spec: KVCacheSpec, device: torch.device) -> MemoryPlan:

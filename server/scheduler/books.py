@@ -17,13 +17,13 @@ class Books:
     A request is in exactly one of `waiting` and `running`; one that runs has a row, and blocks for its computed tokens.
     """
 
-    def __init__(self, *, manager: KVCacheManager, max_num_seqs: int, expected_output: float) -> None:
+    def __init__(self, *, manager: KVCacheManager, max_num_seqs: int) -> None:
         self.manager = manager
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.inflight = InflightPrefixes()
-        self.forecast = Forecast(first_guess=expected_output)
+        self.forecast = Forecast()
         self.num_rows = min(max_num_seqs, manager.max_requests)
         self.free_rows = list(range(self.num_rows))[::-1]
         self.released_rows: list[int] = []

@@ -1,9 +1,9 @@
 """How much memory the running requests will need at most, if they write as much of what they may as others lately did.
 
-Admitting by what is free now lets everyone in and preempts them one by one when they grow: what they computed is lost.
-Reserving all that they may write leaves most of it empty. In between, requests end at different times: while the last
-ones grow, the memory of the first is free again. (The idea of a memory peak in the future: Gong et al., "Past-Future
-Scheduler for LLM Serving under SLA Guarantees", 2025.)
+Admitting by what is free now runs the most requests and preempts them one by one when they grow: what they computed is
+lost, which matters where computing is dear. Reserving all that they may write leaves most of it empty. In between,
+requests end at different times: while the last ones grow, the memory of the first is free again. (The idea of a memory
+peak in the future: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", 2025.)
 """
 
 import math
@@ -18,9 +18,9 @@ _MEMORY = 16
 class Forecast:
     """Written by: Scheduler, whenever a request ends."""
 
-    def __init__(self, *, first_guess: float) -> None:
-        """first_guess: of the tokens that a request may write, the share that it will; until some have ended."""
-        self._share = first_guess
+    def __init__(self) -> None:
+        self._share = 1.0
+        """Of the tokens that a request may write, how many it is expected to."""
         self._num_learned = 1
 
     def learn(self, request: Request) -> None:

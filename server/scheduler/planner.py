@@ -54,6 +54,7 @@ class StepPlanner:
         self._budget = config.max_num_batched_tokens
         self._prefill_budget = config.max_num_prefill_tokens or config.max_num_batched_tokens
         self._prefill_tokens_per_stream = config.prefill_tokens_per_stream
+        self._forecasts = config.admission == "forecast"
         self._watermark = int(config.watermark * books.manager.num_blocks)
         self._suspect: Request | None = None
 
@@ -157,14 +158,16 @@ class StepPlanner:
         return match
 
     def _admit(self, request: Request, match: PrefixMatch, plan: StepPlan, now: float) -> bool:
-        """Gives it a row and its first chunk, if there are blocks for all its tokens and for what everyone grows."""
+        """Gives it a row and its first chunk, if there are blocks for all its tokens, or for what all will have."""
         num_tokens = len(request.token_ids)
         num_found = len(match.block_ids)
         num_cached = num_found * self._block_size
         wanted = blocks_needed(num_tokens, self._block_size) - num_found
         if len(self._books.running):
-            growth = self._books.forecast.growth(self._books.running, request, num_tokens - num_cached)
-            wanted = max(wanted, blocks_needed(growth, self._block_size)) + self._watermark + self._blocks_owed(plan)
+            if self._forecasts:
+                growth = self._books.forecast.growth(self._books.running, request, num_tokens - num_cached)
+                wanted = max(wanted, blocks_needed(growth, self._block_size))
+            wanted += self._watermark + self._blocks_owed(plan)
         if wanted + match.num_revived > self._manager.num_free_blocks:
             return False
         chunk = plan.first_share(num_tokens - num_cached)

@@ -47,7 +47,7 @@ class Scheduler:
         self._manager = manager
         self._block_size = manager.block_size
         self._max_model_len = max_model_len
-        self._books = Books(manager=manager, max_num_seqs=config.max_num_seqs, expected_output=config.expected_output)
+        self._books = Books(manager=manager, max_num_seqs=config.max_num_seqs)
         self._turns = Turns()
         self._planner = StepPlanner(books=self._books, config=config)
         self._ended: list[OutputDelta] = []

@@ -79,8 +79,8 @@ def test_a_small_cache_preempts_and_nobody_notices(server, tmp_path, ahead):
         "64",
         "--block-size",
         "16",
-        "--expected-output",
-        "0",
+        "--admission",
+        "now",
         "--async-scheduling",
         ahead,
     )

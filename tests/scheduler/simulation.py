@@ -167,7 +167,7 @@ class Simulation:
         prefill_tokens_per_stream: int = 0,
         policy: str = "fcfs",
         watermark: float = 0.0,
-        expected_output: float = 0.0,
+        admission: str = "auto",
         enable_prefix_cache: bool = True,
         lookahead: int = 0,
     ) -> None:
@@ -180,7 +180,7 @@ class Simulation:
             prefill_tokens_per_stream=prefill_tokens_per_stream,
             policy=policy,
             watermark=watermark,
-            expected_output=expected_output,
+            admission=admission,
         )
         self.manager = KVCacheManager(
             num_blocks=num_blocks,

@@ -91,10 +91,10 @@ def test_the_last_in_order_is_preempted_and_computed_again(policy: str, victim: 
         assert simulation.answers[new.request_id].token_ids == expected_tokens(new)
 
 
-@pytest.mark.parametrize(("expected_output", "fewest", "most"), [(0.0, 15, 99), (1.0, 0, 0)])
-def test_answers_that_need_what_they_may_preempt_nobody(expected_output: float, fewest: int, most: int) -> None:
+@pytest.mark.parametrize(("admission", "fewest", "most"), [("now", 15, 99), ("forecast", 0, 0)])
+def test_answers_that_need_what_they_may_preempt_nobody(admission: str, fewest: int, most: int) -> None:
     """Catches admission by what is free now: all are let in, and lose what they computed when the first ones grow."""
-    simulation = Simulation(num_blocks=60, block_size=4, max_num_seqs=16, expected_output=expected_output)
+    simulation = Simulation(num_blocks=60, block_size=4, max_num_seqs=16, admission=admission)
     simulation.add(*(request(f"r{i}", [i] * 8, max_tokens=40, seed=i) for i in range(40)))
     simulation.run()
     assert fewest <= simulation.num_preemptions <= most
@@ -102,7 +102,7 @@ def test_answers_that_need_what_they_may_preempt_nobody(expected_output: float, 
 
 def test_no_place_is_kept_for_what_nobody_writes() -> None:
     """Catches a server that takes few requests at a time because each may write much, though none does."""
-    simulation = Simulation(num_blocks=60, block_size=4, max_num_seqs=16, expected_output=1.0)
+    simulation = Simulation(num_blocks=60, block_size=4, max_num_seqs=16, admission="forecast")
     simulation.add(*(request(f"r{i}", [i] * 8, max_tokens=200, stop_token_ids=(3, 7), seed=i) for i in range(40)))
     running = []
     while simulation.scheduler.has_work:
@@ -115,7 +115,7 @@ def test_no_place_is_kept_for_what_nobody_writes() -> None:
 def test_answers_that_are_cut_from_outside_keep_no_place_either() -> None:
     """Catches a server that goes on taking few requests at a time because a stop string ends all of them, or their
     clients hang up: to the engine that is an abort."""
-    simulation = Simulation(num_blocks=60, block_size=4, max_num_seqs=16, expected_output=1.0)
+    simulation = Simulation(num_blocks=60, block_size=4, max_num_seqs=16, admission="forecast")
     simulation.add(*(request(f"r{i}", [i] * 8, max_tokens=200, seed=i) for i in range(40)))
     most = 0
     while simulation.scheduler.has_work:

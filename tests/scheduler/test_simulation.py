@@ -54,7 +54,7 @@ def _resume(new: GenerateRequest, rng: random.Random) -> GenerateRequest:
     )
 
 
-def _random_simulation(rng: random.Random, lookahead: int) -> Simulation:
+def _random_simulation(rng: random.Random, lookahead: int, admission: str) -> Simulation:
     block_size = rng.choice([1, 2, 4, 4, 8, 16])
     max_num_seqs = rng.choice([1, 2, 4, 8, 16])
     return Simulation(
@@ -68,6 +68,7 @@ def _random_simulation(rng: random.Random, lookahead: int) -> Simulation:
         watermark=rng.choice([0.0, 0.01, 0.2]),
         enable_prefix_cache=rng.random() < 0.7,
         lookahead=lookahead,
+        admission=admission,
     )
 
 
@@ -100,7 +101,7 @@ def test_random_workloads_give_the_undisturbed_answers(part: int, lookahead: int
     preemptions = hits = resumed = aborted = awaited = 0
     for number in range(part, NUM_WORKLOADS, PARTS):
         rng = random.Random(number)
-        simulation = _random_simulation(rng, lookahead)
+        simulation = _random_simulation(rng, lookahead, "forecast" if number % 3 == 0 else "now")
         requests = _random_requests(rng, simulation)
         arriving = sorted((rng.randrange(20) if rng.random() < 0.5 else 0, r.request_id, r) for r in requests)
         victims = {r.request_id for r in requests if rng.random() < 0.1}
