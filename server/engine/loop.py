@@ -6,6 +6,7 @@ import msgspec
 
 from server.engine.channel import EngineChannel
 from server.engine.core import EngineCore
+from server.engine.free_memory import give_back_free_memory
 from server.protocol import (
     AbortRequests,
     Command,
@@ -19,6 +20,7 @@ from server.protocol import (
 
 _PATIENCE_S = 0.005
 """How long to wait for a command when requests are open but none can run, e.g. while a grammar compiles."""
+_REST_AFTER_S = 1.0
 
 
 class EngineLoop:
@@ -30,23 +32,35 @@ class EngineLoop:
         self._announced: list[str] = []
         self._stopped = False
         self._stuck = False
+        self._resting = False
 
     def run(self) -> None:
         gc.collect()
         gc.freeze()  # the model's objects never die: keep them out of every later collection
         while not self._stopped:
-            for command in self._channel.receive(self._patience()):
+            commands = self._channel.receive(self._patience())
+            for command in commands:
                 self._apply(command)
             if self._core.has_work:
                 self._step()
+            elif not commands:
+                self._rest()
             if ended := self._core.take_finished():
                 self._channel.send(ended)
 
     def _patience(self) -> float | None:
-        if not self._core.has_work:
-            self._core.check_invariants()
+        if self._core.has_work:
+            self._resting = False
+            return _PATIENCE_S if self._stuck else 0
+        if self._resting:
             return None
-        return _PATIENCE_S if self._stuck else 0
+        self._core.check_invariants()
+        return _REST_AFTER_S
+
+    def _rest(self) -> None:
+        """Nothing has come for a while: what the allocator holds for the next step goes back to the system."""
+        self._resting = True
+        give_back_free_memory()
 
     def _step(self) -> None:
         batch = self._core.schedule()
