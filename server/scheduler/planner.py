@@ -164,7 +164,7 @@ class StepPlanner:
         num_cached = num_found * self._block_size
         wanted = blocks_needed(num_tokens, self._block_size) - num_found
         if len(self._books.running):
-            if self._forecasts:
+            if self._forecasts and not request.run_alone:
                 growth = self._books.forecast.growth(self._books.running, request, num_tokens - num_cached)
                 wanted = max(wanted, blocks_needed(growth, self._block_size))
             wanted += self._watermark + self._blocks_owed(plan)

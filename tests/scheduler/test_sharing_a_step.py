@@ -112,6 +112,26 @@ def test_no_place_is_kept_for_what_nobody_writes() -> None:
     assert max(running) > 5
 
 
+def test_no_place_is_kept_for_all_that_a_request_without_a_limit_may_write() -> None:
+    """Catches a server whose first clients come in one by one because they name no max_tokens, or whose later ones do
+    because others used all of a small one."""
+    simulation = Simulation(
+        num_blocks=512,
+        block_size=16,
+        max_model_len=8192,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        admission="forecast",
+    )
+    simulation.add(*(request(f"r{i}", [i] * 8, max_tokens=8000, seed=i) for i in range(40)))
+    assert len(simulation.step().items) > 25
+    simulation.abort(*(f"r{i}" for i in range(40)))
+    simulation.add(*(request(f"small{i}", [i] * 8, max_tokens=20, seed=i) for i in range(20)))
+    simulation.run()
+    simulation.add(*(request(f"later{i}", [i] * 8, max_tokens=8000, seed=i) for i in range(40)))
+    assert len(simulation.step().items) > 25
+
+
 def test_answers_that_are_cut_from_outside_keep_no_place_either() -> None:
     """Catches a server that goes on taking few requests at a time because a stop string ends all of them, or their
     clients hang up: to the engine that is an abort."""
