@@ -98,7 +98,9 @@ class DeviceConfig(Validated):
     backend: str = setting("auto", "which kernels", choices=("auto", "cpu", "triton", "reference"))
     num_threads: int | None = setting(None, "CPU threads of the engine; default: every core", low=1, high=1024)
     enforce_eager: bool = setting(False, "launch a GPU's kernels one by one instead of replaying captured graphs")
-    batch_invariant: bool = setting(False, "on a GPU, too, the same bits whatever else is in a step; slower there")
+    batch_invariant: bool = setting(
+        False, "the same bits whatever else is in a step, on a GPU, too; a CPU has it in float32 and bfloat16 anyway"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class CpuOps:
     def allocate_kv_cache(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> KVCache:
         """Raises ValueError for an 8-bit cache: reading one here costs more than it saves."""
         if spec.dtype.itemsize == 1:
-            raise ValueError(f"the CPU backend can't hold a KV cache of {spec.dtype}: use bfloat16 or float32")
+            raise ValueError(f"the CPU backend has no KV cache of {spec.dtype}: leave it at auto, or use a GPU")
         shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
         layers = (
             LayerKV(*(torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2)))

@@ -51,7 +51,7 @@ def assemble(config: EngineConfig, report: Report) -> tuple[EngineCore, Ready]:
         files,
         spec,
         ops,
-        dtype=_dtype(config.model.dtype, device),
+        dtype=_dtype(config, device),
         device=device,
         # Backends multiply quantised weights by rounded activations; who asks for float32 asks for float32.
         keep_quantized=config.model.quantization == "auto" and config.model.dtype != "float32",
@@ -170,8 +170,11 @@ def _device(config: DeviceConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """ "auto" is 16 bits wherever the hardware multiplies them natively."""
+    name = config.model.dtype
+    if name == "float16" and device.type == "cpu" and config.device.batch_invariant:
+        raise ConfigError("--batch-invariant: in float16 a CPU multiplies with torch; use --dtype bfloat16 or float32")
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from server.config import EngineConfig
+from server.config import DeviceConfig, EngineConfig, ModelConfig
+from server.engine.assemble import assemble
 from server.engine.channel import EngineChannel
 from server.engine.process import read_config
+from server.errors import ConfigError
 from server.protocol.wire import frame
 
 
@@ -35,3 +37,10 @@ def test_the_engine_logs_as_the_server_does(root_logger: logging.Logger, capsys:
     logging.getLogger("pageturner.engine").info("not shown")
     logging.getLogger("pageturner.engine").warning("shown")
     assert msgspec.json.decode(capsys.readouterr().err)["event"] == "shown"
+
+
+def test_no_promise_about_bits_in_float16() -> None:
+    """Guards who asks for the same answer in any company: torch's float16 products on a CPU depend on the batch."""
+    config = EngineConfig(model=ModelConfig(dtype="float16"), device=DeviceConfig(device="cpu", batch_invariant=True))
+    with pytest.raises(ConfigError, match=r"--batch-invariant.*float16"):
+        assemble(config, lambda phase, share: None)
