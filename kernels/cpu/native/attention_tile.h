@@ -142,18 +142,13 @@ INLINE void value_rows(const Task &task, const uint32_t *weights, const uint32_t
 // first four fetch for all.
 template <class Pass>
 INLINE void in_fours(int rows, bool fetch, const Pass &pass) {
-    std::true_type yes;
-    std::false_type no;
-    for (int r = 0; r < rows; r += 4) switch ((rows - r < 4 ? rows - r : 4) + (fetch && !r ? 4 : 0)) {
-            case 1: pass(r, std::integral_constant<int, 1>(), no); break;
-            case 2: pass(r, std::integral_constant<int, 2>(), no); break;
-            case 3: pass(r, std::integral_constant<int, 3>(), no); break;
-            case 4: pass(r, std::integral_constant<int, 4>(), no); break;
-            case 5: pass(r, std::integral_constant<int, 1>(), yes); break;
-            case 6: pass(r, std::integral_constant<int, 2>(), yes); break;
-            case 7: pass(r, std::integral_constant<int, 3>(), yes); break;
-            default: pass(r, std::integral_constant<int, 4>(), yes);
-        }
+    for (int r = 0; r < rows; r += 4)
+        with_constant<4>(rows - r, [&](auto count) {
+            if (fetch && !r)
+                pass(r, count, std::true_type());
+            else
+                pass(r, count, std::false_type());
+        });
 }
 
 INLINE float largest(vf v) {

@@ -44,25 +44,10 @@ void tile_pass(const Linear &l, const uint32_t *x, void *out, int64_t row, int64
         for (int t = 0; t < TILES; t++) store_outputs(l, out, row + r, tile + t, acc[r][t]);
 }
 
-template <bool BF16, int TILES>
-void rows_pass(const Linear &l, const uint32_t *x, void *out, int64_t row, int rows, int64_t tile) {
-    switch (rows) {
-        case 1: return tile_pass<BF16, 1, TILES>(l, x, out, row, tile);
-        case 2: return tile_pass<BF16, 2, TILES>(l, x, out, row, tile);
-        case 3: return tile_pass<BF16, 3, TILES>(l, x, out, row, tile);
-        case 4: return tile_pass<BF16, 4, TILES>(l, x, out, row, tile);
-        case 5: return tile_pass<BF16, 5, TILES>(l, x, out, row, tile);
-        default: return tile_pass<BF16, 6, TILES>(l, x, out, row, tile);
-    }
-}
-
 template <bool BF16>
 void run(const Linear &l, const uint32_t *x, void *out, int64_t rows, int threads) {
-    multiply<MAX_TILES, MAX_ROWS>(l, rows, threads, [&](int64_t row, int count, int64_t tile, int tiles) {
-        if (tiles == MAX_TILES)
-            rows_pass<BF16, MAX_TILES>(l, x, out, row, count, tile);
-        else
-            rows_pass<BF16, 1>(l, x, out, row, count, tile);
+    multiply<MAX_TILES, MAX_ROWS>(l, rows, threads, [&](int64_t row, auto count, int64_t tile, auto tiles) {
+        tile_pass<BF16, count, tiles>(l, x, out, row, tile);
     });
 }
 

@@ -23,7 +23,7 @@ INLINE void store_outputs(const Linear &l, void *out, int64_t row, int64_t tile,
         n == LANES ? store_floats((bf16 *)out + at, y) : store_floats((bf16 *)out + at, y, n);
 }
 
-// Calls pass(row, count, tile, tiles) so that every (row, tile of 16 outputs) is met once: strips of up to MAX_ROWS rows, as
+// Calls pass(row, count, tile, tiles), both counts as constants, so that every (row, tile of 16 outputs) is met once: strips of up to MAX_ROWS rows, as
 // even as they come, by TILES tiles (fewer, down to 1, at the end). A piece is a stream of weights, and long: what is fetched
 // ahead of its start and beyond its end costs more than an uneven split.
 template <int TILES, int MAX_ROWS, class Pass>
@@ -41,10 +41,12 @@ INLINE void multiply(const Linear &l, int64_t rows, int threads, const Pass &pas
             for (int64_t s = 0; s < strips; s++) {
                 int64_t row = from + (to - from) * s / strips;
                 int count = (int)(from + (to - from) * (s + 1) / strips - row);
-                if ((p + 1) * TILES <= tiles)
-                    pass(row, count, p * TILES, TILES);
-                else
-                    for (int64_t t = p * TILES; t < tiles; t++) pass(row, count, t, 1);
+                with_constant<MAX_ROWS>(count, [&](auto count) {
+                    if ((p + 1) * TILES <= tiles)
+                        pass(row, count, p * TILES, std::integral_constant<int, TILES>());
+                    else
+                        for (int64_t t = p * TILES; t < tiles; t++) pass(row, count, t, std::integral_constant<int, 1>());
+                });
             }
     });
 }

@@ -76,27 +76,10 @@ void tile_pass(const Linear &l, const InputGroup *x, void *out, int64_t row, int
         for (int t = 0; t < TILES; t++) store_outputs(l, out, row + r, tile + t, acc[r][t]);
 }
 
-template <int KIND, int TILES>
-void rows_pass(const Linear &l, const InputGroup *x, void *out, int64_t row, int rows, int64_t tile) {
-    switch (rows) {
-        case 1: return tile_pass<KIND, 1, TILES>(l, x, out, row, tile);
-        case 2: return tile_pass<KIND, 2, TILES>(l, x, out, row, tile);
-        case 3: return tile_pass<KIND, 3, TILES>(l, x, out, row, tile);
-        case 4: return tile_pass<KIND, 4, TILES>(l, x, out, row, tile);
-        case 5: return tile_pass<KIND, 5, TILES>(l, x, out, row, tile);
-        case 6: return tile_pass<KIND, 6, TILES>(l, x, out, row, tile);
-        case 7: return tile_pass<KIND, 7, TILES>(l, x, out, row, tile);
-        default: return tile_pass<KIND, 8, TILES>(l, x, out, row, tile);
-    }
-}
-
 template <int KIND>
 void multiply_rows(const Linear &l, const InputGroup *x, void *out, int64_t rows, int threads) {
-    multiply<PANEL, QUANT_ROWS>(l, rows, threads, [&](int64_t row, int count, int64_t tile, int tiles) {
-        if (tiles == PANEL)
-            rows_pass<KIND, PANEL>(l, x, out, row, count, tile);
-        else
-            rows_pass<KIND, 1>(l, x, out, row, count, tile);
+    multiply<PANEL, QUANT_ROWS>(l, rows, threads, [&](int64_t row, auto count, int64_t tile, auto tiles) {
+        tile_pass<KIND, count, tiles>(l, x, out, row, tile);
     });
 }
 

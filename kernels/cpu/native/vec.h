@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -64,6 +65,14 @@ INLINE float reduce_add(vf v) {
     for (int w = LANES / 2; w; w /= 2)
         for (int i = 0; i < w; i++) a[i] += a[i + w];
     return a[0];
+}
+
+// Calls pass(n) with n, of 1 .. MAX, as a constant: a bound by which the compiler can unroll.
+template <int MAX, class Pass>
+INLINE void with_constant(int n, const Pass &pass) {
+    if constexpr (MAX > 1)
+        if (n < MAX) return with_constant<MAX - 1>(n, pass);
+    pass(std::integral_constant<int, MAX>());
 }
 
 struct bf16 {
