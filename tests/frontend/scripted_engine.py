@@ -3,15 +3,18 @@
 It dies, hangs or stalls on command, so that the supervisor's whole life can be played through on one event loop.
 """
 
+import asyncio
 import contextlib
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import dataclass, field
 
 from server.config import EngineConfig
 from server.engine.channel import ChannelClosed, EngineChannel
-from server.frontend.launcher import ThreadLauncher
+from server.frontend.engine_client import SupervisedEngine
+from server.frontend.launcher import EngineHandle, ThreadLauncher
 from server.protocol import (
     AbortRequests,
     EngineStats,
@@ -176,3 +179,50 @@ def launcher(script: Script) -> ThreadLauncher:
 
 
 CONFIG = EngineConfig()
+
+
+class FailingLauncher:
+    """Launches scripted engines, or raises: each launch takes the next of errors, None is none."""
+
+    def __init__(self, script: Script, errors: Iterable[Exception | None]) -> None:
+        self._launcher = launcher(script)
+        self._errors = iter(errors)
+
+    def launch(self, config: EngineConfig) -> EngineHandle:
+        if failure := next(self._errors):
+            raise failure
+        return self._launcher.launch(config)
+
+
+def run(main: Coroutine[None, None, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main
+
+    asyncio.run(bounded())
+
+
+@contextlib.asynccontextmanager
+async def started(
+    script: Script, *, max_queue: int = 100, step_timeout_s: float = 20
+) -> AsyncIterator[SupervisedEngine]:
+    client = SupervisedEngine(launcher(script), CONFIG, max_queue=max_queue, step_timeout_s=step_timeout_s)
+    await client.start()
+    await client.wait_ready()
+    try:
+        yield client
+    finally:
+        script.hold.set()
+        await client.stop()
+
+
+async def collect(client: SupervisedEngine, r: GenerateRequest) -> list[OutputDelta]:
+    return [delta async for delta in client.generate(r)]
+
+
+def tokens(deltas: list[OutputDelta]) -> list[int]:
+    return [t for delta in deltas for t in delta.token_ids]
+
+
+def expected(n: int) -> list[int]:
+    return [100 + k for k in range(n)]
