@@ -1,4 +1,4 @@
-"""Between host and device without waiting: one copy in and one copy out a step, through pinned memory.
+"""Between host and device without waiting, through pinned memory; arrays that are needed together go in one copy.
 
 A plain `.to(device)` or `.tolist()` stops the host until the device has done all it was ever asked. The pinned buffers
 come from torch's caching allocator, which gives one out again only when the copies that used it are done.
